@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thin sessions over ``python -m scripts``: the logic, and the help of each command, live there.
+
+A machine without nox runs the same commands as ``python -m scripts COMMAND …``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["lint", "tests"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+
+ROOT = Path(__file__).parent
+ENVIRONMENT = ROOT / ".nox" / "environment"
+
+
+def _scripts(session: nox.Session, command: str, python: str | Path) -> None:
+    """Run ``python -m scripts COMMAND`` with the session's arguments; its exit code is the session's."""
+    session.run(str(python), "-m", "scripts", command, *session.posargs, external=True)
+
+
+def _pipeline(session: nox.Session) -> None:
+    """A pipeline step needs the standard library and ``packaging``, which nox itself brings: no environment."""
+    import sys
+
+    _scripts(session, session.name, sys.executable)
+
+
+def _with_torch(session: nox.Session) -> None:
+    _scripts(session, session.name, ENVIRONMENT / "bin" / "python")
+
+
+@nox.session(default=False)
+def environment(session: nox.Session) -> None:
+    """The environment with torch and Triton that parity, train and tests share."""
+    session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "test"))
+
+
+@nox.session(python=False, default=False)
+def apply(session: nox.Session) -> None:
+    """Fetch, verify and overlay a release into build/, or overlay a tree in place (--tree PATH)."""
+    _pipeline(session)
+
+
+@nox.session(python=False, default=False)
+def wheel(session: nox.Session) -> None:
+    """Repack upstream's wheel with the overlay into dist/."""
+    _pipeline(session)
+
+
+@nox.session(python=False, default=False)
+def status(session: nox.Session) -> None:
+    """Say of each touched file of --tree whether it is pristine, overlaid or changed by hand."""
+    _pipeline(session)
+
+
+@nox.session(python=False, default=False)
+def revert(session: nox.Session) -> None:
+    """Take the overlay out of --tree, byte for byte."""
+    _pipeline(session)
+
+
+@nox.session(python=False, default=False)
+def diff(session: nox.Session) -> None:
+    """Print all that the overlay changed in --tree as one unified diff."""
+    _pipeline(session)
+
+
+@nox.session(python=False, default=False)
+def pin(session: nox.Session) -> None:
+    """Draft the pins of a release from its published files."""
+    _pipeline(session)
+
+
+@nox.session(python=False, default=False, requires=["environment"])
+def parity(session: nox.Session) -> None:
+    """Compare every overlaid entry with the pristine one and with float64."""
+    _with_torch(session)
+
+
+@nox.session(python=False, default=False, requires=["environment"])
+def train(session: nox.Session) -> None:
+    """Train a small GPT on the pristine and on the overlaid tree and compare."""
+    _with_torch(session)
+
+
+@nox.session(python=False, requires=["environment"])
+def tests(session: nox.Session) -> None:
+    """Everything that needs no GPU, in Triton's interpreter; with a GPU, the same tests compiled."""
+    _with_torch(session)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, a strict type checker, and the checks of the patch set itself."""
+    session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "lint"), "packaging")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+    session.run("python", "-m", "scripts", "lint", *session.posargs)
