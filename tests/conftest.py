@@ -42,6 +42,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.round_bf16_to_nearest_even()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--upstream-tests",
+        metavar="PATH",
+        help="a Megatron-LM checkout of the release: run its own unit tests of the touched code, overlaid, on a GPU",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
