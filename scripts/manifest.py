@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pins: which releases are supported, and which variants of each touched file are known."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts.errors import ExpectationError, ReleaseError, UsageError
+
+ROOT = Path(__file__).resolve().parent.parent
+SCHEMA = 1
+ACTIONS = ("add", "extend", "patch")
+
+
+@dataclass(frozen=True)
+class PinnedFile:
+    """A file of a release on PyPI and its sha256."""
+
+    filename: str
+    sha256: str
+
+
+PinnedWheel = PinnedFile
+
+
+@dataclass(frozen=True)
+class Release:
+    """A supported release: its wheels, its sdist, and where their hashes came from."""
+
+    version: str
+    wheels: tuple[PinnedFile, ...]
+    sdist: PinnedFile | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One known content of a touched file: the releases that have it, and a fingerprint per entry."""
+
+    sha256: str
+    releases: tuple[str, ...]
+    source: str
+    entries: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TouchedFile:
+    """An upstream file that the overlay changes; ``entries`` are the names taken over in it."""
+
+    path: str
+    action: str
+    op: str
+    entries: tuple[str, ...]
+    variants: tuple[Variant, ...]
+
+    def variant(self, sha256: str) -> Variant | None:
+        return next((v for v in self.variants if v.sha256 == sha256), None)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All pins. ``files`` is ordered: the ops come in the order of their first file."""
+
+    releases: Mapping[str, Release]
+    yanked: Mapping[str, str]
+    files: Mapping[str, TouchedFile]
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(f.op for f in self.files.values()))
+
+    def files_of(self, op: str) -> tuple[TouchedFile, ...]:
+        return tuple(f for f in self.files.values() if f.op == op)
+
+    def release(self, spec: str) -> Release:
+        """The release that ``megatron==0.16.1`` names (``megatron-core==…`` is the same).
+
+        Raises UsageError for another form, ReleaseError for a release that is not pinned or is yanked.
+        """
+        match = re.fullmatch(r"megatron(?:[-_.]core)?\s*==\s*(\S+)", spec.strip(), re.IGNORECASE)
+        if match is None:
+            raise UsageError("command line", "megatron==VERSION", spec, f"write megatron=={self.newest()}")
+        version = normalize(match[1])
+        supported = ", ".join(self.releases)
+        remedy = f"use megatron=={self.newest()}, or --tree with a tree whose files are known"
+        if version in self.yanked:
+            reason = f"{version}, which upstream has withdrawn ({self.yanked[version]})"
+            raise ReleaseError("patches/releases.json", f"one of {supported}", reason, remedy)
+        if version not in self.releases:
+            raise ReleaseError("patches/releases.json", f"one of {supported}", version, remedy)
+        return self.releases[version]
+
+    def newest(self) -> str:
+        return list(self.releases)[-1] if self.releases else "VERSION"
+
+
+def normalize(version: str) -> str:
+    """The canonical spelling of a version (``0.16.1`` for ``v0.16.1``); raises UsageError if it is none."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return str(Version(version))
+    except InvalidVersion:
+        raise UsageError(
+            "command line", "a version such as 0.16.1", version, "write megatron==0.16.1"
+        ) from None
+
+
+def load(root: Path = ROOT) -> Manifest:
+    """Read ``patches/releases.json`` and ``patches/files.json``.
+
+    Raises ExpectationError, with the file and the place in it, when they do not follow the schema.
+    """
+    return parse(_json(root / "patches" / "releases.json"), _json(root / "patches" / "files.json"))
+
+
+def parse(releases: Any, files: Any) -> Manifest:
+    """The manifest that two parsed JSON documents describe; raises ExpectationError on a wrong shape."""
+    r = _Checked("patches/releases.json", releases)
+    f = _Checked("patches/files.json", files)
+    for document in (r, f):
+        if document.get("schema", int) != SCHEMA:
+            document.fail("schema", str(SCHEMA), repr(document.value.get("schema")))
+    pinned = {version: _release(version, node) for version, node in r.nodes("releases")}
+    return Manifest(
+        releases=dict(sorted(pinned.items(), key=lambda item: _order(item[0]))),
+        yanked=r.get_texts("yanked"),
+        files={path: _touched(path, node) for path, node in f.nodes("files")},
+    )
+
+
+def _release(version: str, node: _Checked) -> Release:
+    wheels = tuple(_pinned(child) for child in node.list_nodes("wheels"))
+    sdist = _pinned(node.node("sdist")) if "sdist" in node.value else None
+    node.only("wheels", "sdist", "source")
+    return Release(version, wheels, sdist, node.get("source", str))
+
+
+def _pinned(node: _Checked) -> PinnedFile:
+    node.only("filename", "sha256")
+    return PinnedFile(node.get("filename", str), node.sha256("sha256"))
+
+
+def _touched(path: str, node: _Checked) -> TouchedFile:
+    node.only("action", "op", "entries", "variants")
+    if node.get("action", str) not in ACTIONS:
+        node.fail("action", " or ".join(ACTIONS), repr(node.value["action"]))
+    if not safe(path):
+        node.fail("", "a posix path below megatron/", repr(path))
+    return TouchedFile(
+        path=path,
+        action=node.get("action", str),
+        op=node.get("op", str),
+        entries=node.get_list("entries"),
+        variants=tuple(_variant(child) for child in node.list_nodes("variants")),
+    )
+
+
+def _variant(node: _Checked) -> Variant:
+    node.only("sha256", "releases", "source", "entries")
+    return Variant(
+        node.sha256("sha256"),
+        node.get_list("releases"),
+        node.get("source", str),
+        node.get_texts("entries"),
+    )
+
+
+def safe(path: str) -> bool:
+    """Whether a path from a JSON file stays below ``megatron/`` in a tree."""
+    parts = path.split("/")
+    return len(parts) > 1 and parts[0] == "megatron" and not {"", ".", ".."} & set(parts) and "\\" not in path
+
+
+def _order(version: str) -> tuple[tuple[int, int | str], ...]:
+    return tuple((0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"[.+-]", version))
+
+
+def _json(path: Path) -> Any:
+    where = f"patches/{path.name}"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda p: _unique(where, p))
+    except FileNotFoundError:
+        raise ExpectationError(where, "the pins", "no file", "restore it from version control") from None
+    except ValueError as error:
+        raise ExpectationError(where, "JSON", str(error), "correct the file") from None
+
+
+def _unique(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ExpectationError(where, "each key once", f"{', '.join(twice)} twice", "keep one of them")
+    return found
+
+
+class _Checked:
+    """A JSON object that names file and place when something in it has the wrong shape."""
+
+    def __init__(self, where: str, value: Any, place: str = "") -> None:
+        self.where, self.place = where, place
+        self.value: dict[str, Any] = {}
+        if not isinstance(value, dict):
+            self.fail("", "an object", type(value).__name__)
+        self.value = value
+
+    def fail(self, key: str, expected: str, found: str) -> None:
+        place = " → ".join(part for part in (self.place, key) if part)
+        where = f"{self.where} ({place})" if place else self.where
+        raise ExpectationError(where, expected, found, "correct the pin")
+
+    def get(self, key: str, kind: type[Any]) -> Any:
+        found = self.value.get(key)
+        if not isinstance(found, kind):
+            self.fail(key, kind.__name__, repr(found))
+        return found
+
+    def sha256(self, key: str) -> str:
+        found: str = self.get(key, str)
+        if not re.fullmatch(r"[0-9a-f]{64}", found):
+            self.fail(key, "64 lower-case hexadecimal digits", found)
+        return found
+
+    def get_list(self, key: str) -> tuple[str, ...]:
+        found = self.get(key, list)
+        if not all(isinstance(item, str) for item in found):
+            self.fail(key, "a list of strings", repr(found))
+        return tuple(found)
+
+    def get_texts(self, key: str) -> dict[str, str]:
+        found: dict[str, str] = self.get(key, dict)
+        if not all(isinstance(item, str) for item in found.values()):
+            self.fail(key, "an object of strings", repr(found))
+        return found
+
+    def node(self, key: str) -> _Checked:
+        return _Checked(self.where, self.get(key, dict), f"{self.place} → {key}".lstrip(" →"))
+
+    def nodes(self, key: str) -> list[tuple[str, _Checked]]:
+        return [(name, _Checked(self.where, item, name)) for name, item in self.get(key, dict).items()]
+
+    def list_nodes(self, key: str) -> list[_Checked]:
+        items = enumerate(self.get(key, list))
+        return [_Checked(self.where, item, f"{self.place} → {key}[{i}]") for i, item in items]
+
+    def only(self, *keys: str) -> None:
+        for key in self.value:
+            if key not in keys:
+                self.fail(key, f"one of {', '.join(keys)}", "an unknown key")

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is laid over a tree: added files and tails, and the form of an extended file.
+
+An extended file is upstream's bytes, a marker line and our tail. The marker carries the length and the hash
+of what is above it and the hash of what is below, so a tree tells by itself what belongs to whom, whichever
+version of the overlay wrote it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts import manifest as pins
+from scripts.errors import ExpectationError
+
+ROOT = pins.ROOT
+PACKAGE = "megatron/core/liger"
+RECORD = f"{PACKAGE}/overlay.json"
+
+_MARKER = re.compile(
+    rb"^# >>> liger overlay for Megatron-Core, version (\d+) \(op ([a-z0-9_]+)\): [^\r\n]*"
+    rb" base-sha256=([0-9a-f]{64}) base-bytes=(\d+) tail-sha256=([0-9a-f]{64})\r?\n",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """Our side: ``added`` and ``tails`` by path in the tree, ``ops`` that have a tail, and our commit."""
+
+    version: int
+    ops: tuple[str, ...]
+    added: Mapping[str, bytes]
+    tails: Mapping[str, bytes]
+    commit: str | None = None
+
+
+@dataclass(frozen=True)
+class Extended:
+    """An extended file, taken apart. ``base`` is upstream's file when ``base_intact``."""
+
+    base: bytes
+    version: int
+    op: str
+    tail: bytes
+    base_intact: bool
+    tail_intact: bool
+
+    @property
+    def intact(self) -> bool:
+        return self.base_intact and self.tail_intact
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def extend(base: bytes, tail: bytes, op: str, version: int | None = None) -> bytes:
+    """``base`` with the tail of ``op`` below it; ``version`` defaults to this overlay's."""
+    version = overlay_version() if version is None else version
+    newline = b"\n" if base and not base.endswith(b"\n") else b""
+    marker = (
+        f"# >>> liger overlay for Megatron-Core, version {version} (op {op}): all below this line was added to the"
+        f" upstream file, which ends above it. base-sha256={sha256(base)} base-bytes={len(base)}"
+        f" tail-sha256={sha256(tail)}\n"
+    )
+    return base + newline + marker.encode() + tail
+
+
+def split(data: bytes) -> Extended | None:
+    """Take an extended file apart; None for a file without a marker line.
+
+    When no marker fits what is above it, the first one's parts are returned with ``base_intact`` False.
+    """
+    first = None
+    for match in _MARKER.finditer(data):
+        size = int(match[4])
+        tail = data[match.end() :]
+        found = Extended(
+            base=data[:size],
+            version=int(match[1]),
+            op=match[2].decode(),
+            tail=tail,
+            base_intact=data[size : match.start()] in (b"", b"\n")
+            and size <= match.start()
+            and sha256(data[:size]) == match[3].decode(),
+            tail_intact=sha256(tail) == match[5].decode(),
+        )
+        if found.base_intact:
+            return found
+        first = first or found
+    return first
+
+
+def load_overlay(root: Path = ROOT, manifest: pins.Manifest | None = None) -> Overlay:
+    """Read ``overlay/`` and ``kernels/``. Raises ExpectationError when a tail has no pin or the reverse."""
+    manifest = pins.load(root) if manifest is None else manifest
+    added: dict[str, bytes] = {}
+    tails: dict[str, bytes] = {}
+    for path, file in _sources(root / "overlay"):
+        (added if path.startswith(f"{PACKAGE}/") else tails)[path] = file.read_bytes()
+    for path, file in _sources(root / "kernels"):
+        added[f"{PACKAGE}/kernels/{path}"] = file.read_bytes()
+    expected = {f.path for f in manifest.files.values() if f.action == "extend"}
+    for path in sorted(expected ^ set(tails)):
+        if path in tails:
+            raise ExpectationError(f"overlay/{path}", "a pin in patches/files.json", "none", "pin the file")
+        raise ExpectationError(f"overlay/{path}", "the tail of a pinned file", "no file", "write or unpin it")
+    return Overlay(overlay_version(root), manifest.ops, added, tails, _commit(root))
+
+
+def overlay_version(root: Path = ROOT) -> int:
+    """``OVERLAY_VERSION`` of ``overlay/megatron/core/liger/version.py``, read without importing it."""
+    path = root / "overlay" / PACKAGE / "version.py"
+    if path.exists():
+        for node in ast.parse(path.read_bytes()).body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            if isinstance(target, ast.Name) and target.id == "OVERLAY_VERSION":
+                value = getattr(node, "value", None)
+                if isinstance(value, ast.Constant) and type(value.value) is int:
+                    return value.value
+    where = f"overlay/{PACKAGE}/version.py"
+    raise ExpectationError(where, "OVERLAY_VERSION = <integer>", "no such line", "restore the file")
+
+
+def __getattr__(name: str) -> int:
+    if name == "OVERLAY_VERSION":
+        return overlay_version()
+    raise AttributeError(name)
+
+
+def _sources(folder: Path) -> list[tuple[str, Path]]:
+    files = [path for path in folder.rglob("*.py") if path.is_file()]
+    return sorted((path.relative_to(folder).as_posix(), path) for path in files)
+
+
+def _commit(root: Path) -> str | None:
+    """HEAD of this checkout, with ``+dirty`` when what goes into a tree differs from it."""
+    head = _git(root, "rev-parse", "--show-toplevel", "HEAD")
+    if head is None or Path(head.splitlines()[0]).resolve() != root.resolve():
+        return None
+    changed = _git(root, "status", "--porcelain", "--", "overlay", "kernels", "patches")
+    return None if changed is None else head.splitlines()[1] + ("+dirty" if changed else "")
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judge a tree against the pins, and plan what apply writes into it. Nothing here writes.
+
+Each file is judged by its bytes alone, and planning starts from upstream's bytes recovered from it. That is
+why apply completes a half-applied tree, one with another set of ops, or one of another overlay version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from scripts.errors import OverlayError, StateError, TreeError, UsageError
+from scripts.manifest import Manifest, Release, TouchedFile, Variant, safe
+from scripts.overlay import PACKAGE, RECORD, Overlay, extend, sha256, split
+
+Read = Callable[[str], "bytes | None"]
+
+PRISTINE, OVERLAID, EDITED, UNKNOWN, MISSING = "pristine", "overlaid", "edited", "unknown", "missing"
+
+
+@dataclass(frozen=True)
+class FileState:
+    """One file of a tree.
+
+    ``verdict`` is pristine (upstream's file, or nothing where the overlay adds one), overlaid, edited (changed by
+    hand below the marker, or content that is not ours at an added path), unknown (an upstream file that is not
+    pinned) or missing. ``base`` holds upstream's bytes where the file is pristine, unknown or overlaid.
+    ``current`` says whether an overlaid file is what this checkout writes.
+    """
+
+    path: str
+    action: str
+    op: str | None
+    verdict: str
+    data: bytes | None
+    base: bytes | None = None
+    variant: Variant | None = None
+    version: int | None = None
+    current: bool = False
+
+    @property
+    def releases(self) -> tuple[str, ...]:
+        return self.variant.releases if self.variant else ()
+
+
+@dataclass(frozen=True)
+class State:
+    """What a tree holds: its record, if any, and each file that the overlay or the record names."""
+
+    record: Record | None
+    files: tuple[FileState, ...]
+
+    @property
+    def upstream(self) -> tuple[FileState, ...]:
+        return tuple(f for f in self.files if f.action == "extend")
+
+    @property
+    def added(self) -> tuple[FileState, ...]:
+        return tuple(f for f in self.files if f.action == "add")
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(f.op for f in self.upstream if f.op and f.verdict == OVERLAID))
+
+
+@dataclass(frozen=True)
+class Record:
+    """``overlay.json`` of a tree. ``known`` maps each path to the hashes that the overlay has written there."""
+
+    document: Mapping[str, Any]
+    data: bytes
+
+    @property
+    def files(self) -> Mapping[str, Mapping[str, Any]]:
+        files: Mapping[str, Mapping[str, Any]] = self.document["files"]
+        return files
+
+    @property
+    def previous(self) -> Mapping[str, list[str]]:
+        previous: Mapping[str, list[str]] = self.document.get("previous", {})
+        return previous
+
+    def known(self) -> dict[str, list[str]]:
+        found = {path: [str(entry["after"])] for path, entry in self.files.items()}
+        for path, hashes in self.previous.items():
+            found.setdefault(path, []).extend(h for h in hashes if h not in found[path])
+        return found
+
+
+@dataclass(frozen=True)
+class Action:
+    """One write. ``kind``: record, add, extend, restore (an op no longer asked for) or remove (a stale file).
+
+    ``before`` is what is there now (None: nothing), ``after`` what will be (empty for remove).
+    """
+
+    path: str
+    kind: str
+    op: str | None
+    before: bytes | None
+    after: bytes
+
+    @property
+    def changes(self) -> bool:
+        return self.before is not None if self.kind == "remove" else self.before != self.after
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What apply writes, in order, the record first.
+
+    A tree that was overlaid otherwise before gets a record that also names the old hashes first, and the final one
+    last, so that every state in between is recognised.
+    """
+
+    actions: tuple[Action, ...]
+    ops: tuple[str, ...]
+    release: Release | None
+    files_as_in: tuple[str, ...]
+    bases: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def changes(self) -> bool:
+        return any(action.changes for action in self.actions)
+
+    def after(self) -> dict[str, bytes]:
+        """The bytes of every file that the finished tree has from us."""
+        return {a.path: a.after for a in self.actions if a.kind in ("record", "add", "extend")}
+
+
+def read_record(data: bytes | None) -> Record | None:
+    """Parse ``overlay.json``. Raises StateError when there is a file that is no record of ours."""
+    if data is None:
+        return None
+    try:
+        document = json.loads(data)
+        record = Record(document, data)
+        shape = isinstance(document["overlay"], int) and all(
+            (path.startswith(f"{PACKAGE}/") or entry["action"] == "extend")
+            and safe(path)
+            and path != RECORD
+            and isinstance(entry["after"], str)
+            for path, entry in record.files.items()
+        )
+        shape = shape and all(
+            safe(path) and path != RECORD and all(isinstance(h, str) for h in hashes)
+            for path, hashes in record.previous.items()
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        shape = False
+    if not shape:
+        raise StateError(
+            RECORD,
+            "a record that the overlay wrote",
+            "something else",
+            "restore or move the file, then retry",
+        )
+    return record
+
+
+def inspect(read: Read, manifest: Manifest, overlay: Overlay) -> State:
+    """Judge every file that the pins, the overlay or the tree's record name."""
+    record = read_record(read(RECORD))
+    known = record.known() if record else {}
+    files = [_upstream(read, file, overlay) for file in manifest.files.values()]
+    recorded = record.files if record else {}
+    # A tail that an older overlay had and this one has not.
+    files += [
+        _upstream(read, TouchedFile(path, "extend", str(recorded[path].get("op")), (), ()), overlay)
+        for path in sorted(known)
+        if path not in manifest.files and recorded.get(path, {}).get("action") == "extend"
+    ]
+    adds = {path for path in known if path.startswith(f"{PACKAGE}/")} | set(overlay.added)
+    files += [_added(path, read(path), known, overlay) for path in sorted(adds)]
+    return State(record, tuple(files))
+
+
+def _upstream(read: Read, file: TouchedFile, overlay: Overlay) -> FileState:
+    data = read(file.path)
+    if data is None:
+        return FileState(file.path, "extend", file.op, MISSING, None)
+    found = split(data)
+    base = data if found is None else found.base
+    if found is not None and not found.intact:
+        return FileState(file.path, "extend", found.op, EDITED, data, version=found.version)
+    variant = file.variant(sha256(base))
+    if found is None:
+        verdict = PRISTINE if variant else UNKNOWN
+        return FileState(file.path, "extend", file.op, verdict, data, base, variant)
+    current = (found.version, found.tail) == (overlay.version, overlay.tails.get(file.path))
+    return FileState(file.path, "extend", found.op, OVERLAID, data, base, variant, found.version, current)
+
+
+def _added(path: str, data: bytes | None, known: Mapping[str, list[str]], overlay: Overlay) -> FileState:
+    ours = overlay.added.get(path)
+    if data is None:
+        return FileState(path, "add", None, PRISTINE, None)
+    if data == ours:
+        return FileState(path, "add", None, OVERLAID, data, version=overlay.version, current=True)
+    if sha256(data) in known.get(path, ()):
+        return FileState(path, "add", None, OVERLAID, data)
+    return FileState(path, "add", None, EDITED, data)
+
+
+def select_ops(overlay: Overlay, ops: Iterable[str] | None) -> tuple[str, ...]:
+    """The ops to apply in the overlay's order; None means all. Raises UsageError for an unknown or empty set."""
+    if ops is None:
+        return overlay.ops
+    wanted = set(ops)
+    unknown = sorted(wanted - set(overlay.ops))
+    if unknown or not wanted:
+        remedy = f"use --ops {','.join(overlay.ops)} or fewer of them"
+        raise UsageError("--ops", f"some of {', '.join(overlay.ops)}", ", ".join(unknown) or "none", remedy)
+    return tuple(op for op in overlay.ops if op in wanted)
+
+
+def plan(
+    read: Read,
+    manifest: Manifest,
+    overlay: Overlay,
+    ops: Iterable[str] | None = None,
+    release: Release | None = None,
+) -> Plan:
+    """Plan apply for the tree (or wheel) behind ``read``, which gives a file's bytes, or None where there is none.
+
+    With ``release`` every touched file must be that release's. Raises TreeError for a file that is missing or not
+    pinned, StateError for one that was changed by hand or is in the way, UsageError for an unknown op.
+    """
+    ops = select_ops(overlay, ops)
+    state = inspect(read, manifest, overlay)
+    _refuse_edited(state)
+    _refuse_unknown(state, manifest, ops, release)
+    bases: dict[str, bytes] = {}
+    extends: list[Action] = []
+    restores: list[Action] = []
+    as_in: list[set[str]] = []
+    for file in state.upstream:
+        if file.op in ops and file.path in overlay.tails and file.base is not None:
+            bases[file.path] = file.base
+            as_in.append(set(file.releases))
+            after = extend(file.base, overlay.tails[file.path], file.op, overlay.version)
+            extends.append(Action(file.path, "extend", file.op, file.data, after))
+        elif file.verdict == OVERLAID and file.base is not None:
+            restores.append(Action(file.path, "restore", file.op, file.data, file.base))
+    adds = [
+        Action(f.path, "add", None, f.data, overlay.added[f.path])
+        for f in state.added
+        if f.path in overlay.added
+    ]
+    stale = [
+        Action(f.path, "remove", None, f.data, b"")
+        for f in state.added
+        if f.path not in overlay.added and f.verdict == OVERLAID
+    ]
+    common = set.intersection(*as_in) if as_in else set()
+    files_as_in = tuple(version for version in manifest.releases if version in common)
+    document = _document(overlay, release, files_as_in, ops, adds + extends, bases)
+    work = (*adds, *restores, *extends, *stale)
+    return Plan(_with_record(state.record, document, work), ops, release, files_as_in, bases)
+
+
+def _with_record(
+    old: Record | None, document: dict[str, Any], work: tuple[Action, ...]
+) -> tuple[Action, ...]:
+    final = dump(document)
+    known = old.known() if old else {}
+    fresh = {path: entry["after"] for path, entry in document["files"].items()}
+    previous = {
+        path: lost
+        for path, hashes in known.items()
+        if path.startswith(f"{PACKAGE}/") and (lost := [h for h in hashes if h != fresh.get(path)])
+    }
+    before = old.data if old else None
+    if not previous or not any(action.changes for action in work):
+        return (Action(RECORD, "record", None, before, final), *work)
+    between = dump({**document, "previous": previous})
+    return (
+        Action(RECORD, "record", None, before, between),
+        *work,
+        Action(RECORD, "record", None, between, final),
+    )
+
+
+def _document(
+    overlay: Overlay,
+    release: Release | None,
+    files_as_in: tuple[str, ...],
+    ops: tuple[str, ...],
+    actions: list[Action],
+    bases: Mapping[str, bytes],
+) -> dict[str, Any]:
+    return {
+        "overlay": overlay.version,
+        "commit": overlay.commit,
+        "release": release.version if release else None,
+        "files_as_in": list(files_as_in),
+        "ops": list(ops),
+        "files": {
+            a.path: {
+                "action": a.kind,
+                "op": a.op,
+                "before": sha256(bases[a.path]) if a.path in bases else None,
+                "after": sha256(a.after),
+            }
+            for a in actions
+        },
+    }
+
+
+def dump(document: Mapping[str, Any]) -> bytes:
+    """The bytes of ``overlay.json`` for a document."""
+    return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _refuse_edited(state: State) -> None:
+    for file in state.files:
+        if file.verdict == EDITED:
+            raise edited(file)
+
+
+def edited(file: FileState) -> StateError:
+    """The refusal of a file that holds somebody's own lines."""
+    if file.action == "add":
+        found = "other content, which the overlay did not write"
+        remedy = "move the file elsewhere to keep it, or delete it, then retry"
+        return StateError(file.path, "no file, or one that the overlay wrote", found, remedy)
+    if file.data is not None and b"\r\n" in file.data.rsplit(b"# >>> liger overlay", 1)[-1]:
+        remedy = "restore the file with core.autocrlf off, then retry"
+        return StateError(file.path, "an overlaid file as written", "its line ends were made CRLF", remedy)
+    found = "lines that were changed by hand after the overlay was applied"
+    remedy = "save the change (diff shows it), restore upstream's file, apply, and keep the change elsewhere"
+    return StateError(file.path, "upstream's lines, the marker and the tail as written", found, remedy)
+
+
+def _refuse_unknown(state: State, manifest: Manifest, ops: tuple[str, ...], release: Release | None) -> None:
+    def bad(file: FileState) -> bool:
+        return file.variant is None or (release is not None and release.version not in file.releases)
+
+    wrong = [f for f in state.upstream if f.path in manifest.files and f.op in ops and bad(f)]
+    if not wrong:
+        return
+    left = [op for op in ops if op not in {f.op for f in wrong}]
+    raise unknown(wrong[0], manifest.files[wrong[0].path], release, left)
+
+
+def unknown(file: FileState, pin: TouchedFile, release: Release | None, left: list[str]) -> OverlayError:
+    """The refusal of an upstream file that is not pinned; ``left`` are the ops that still apply."""
+    variants = [v for v in pin.variants if release is None or release.version in v.releases]
+    expected = (
+        "; ".join(f"{v.sha256[:12]}… ({', '.join(v.releases)})" for v in variants) or "a pinned variant"
+    )
+    still = f"; --ops {','.join(left)} still applies" if left else ""
+    if file.data is None:
+        return TreeError(file.path, expected, "no file", f"restore the file{still}")
+    base = file.base if file.base is not None else file.data
+    found = f"sha256 {sha256(base)[:12]}…, {len(base)} bytes"
+    if pin.variant(sha256(base.replace(b"\r\n", b"\n"))):
+        remedy = "check the tree out with core.autocrlf off (git config core.autocrlf false)"
+        return TreeError(file.path, expected, f"{found}: the same but for CRLF line ends", remedy + still)
+    if file.variant is not None:
+        found += f" (as in {', '.join(file.releases)})"
+    remedy = "restore upstream's file, or pin this variant after a parity run"
+    return TreeError(file.path, expected, found, remedy + still)
