@@ -1,0 +1,499 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator,misc"
+"""SwiGLU over one buffer: `silu(gate) · up`, with the gate in columns [0, n) and up in [n, 2n) of the same row.
+
+The kernels address both halves through one pointer, so nothing is chunked, copied or concatenated: the forward moves
+3n elements a row, the backward 5n, and that is the least there is. The bias gradient takes no atomics: every program
+walks a fixed set of rows with its sums in registers and writes them once, to its own row of a small float32 buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from .launches import LAUNCHES, Launch, as_rows, device_guard, multiprocessors, next_power_of_2
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WEIGHT_DTYPES = (*DTYPES, torch.float64)
+
+
+def swiglu_reference(
+    y: torch.Tensor, bias: torch.Tensor | None = None, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same in plain PyTorch, computed in the dtypes given: `y` `[..., 2n]`, `bias` `[2n]`, `weights` `[..., 1]`."""
+    if bias is not None:
+        y = y + bias
+    gate, up = y.chunk(2, dim=-1)
+    out = F.silu(gate) * up
+    return out if weights is None else (out * weights).to(y.dtype)
+
+
+# --- Launch choices ---
+
+VECTOR_BYTES = 16  # the widest access of one thread
+WARP_BYTES = 32 * VECTOR_BYTES
+
+# A tile is never smaller: narrow rows share a program. It also gives each element exactly one thread, which in place
+# needs: a second thread that held the same element could read it after the first has overwritten it.
+MIN_TILE_BYTES = 4096
+
+# Widest block of columns, in bytes of one operand. Up to here a row is one program's.
+MAX_FORWARD_BLOCK_BYTES = 16384
+MAX_BACKWARD_BLOCK_BYTES = 16384
+MAX_BIAS_BACKWARD_BLOCK_BYTES = 2048
+
+# 16-byte accesses a thread makes to each operand of a tile.
+FORWARD_VECTORS = 2
+BACKWARD_VECTORS = 1
+BIAS_BACKWARD_VECTORS = 1
+
+# The bias gradient: programs that share the rows, and how many tiles ahead they load.
+BIAS_PROGRAMS_PER_MULTIPROCESSOR = 4
+BIAS_BACKWARD_STAGES = 3
+BIAS_REDUCE = Launch(rows=32, block=64, warps=4)
+
+_LIMITS = {
+    "forward": (MAX_FORWARD_BLOCK_BYTES, FORWARD_VECTORS, 1),
+    "backward": (MAX_BACKWARD_BLOCK_BYTES, BACKWARD_VECTORS, 1),
+    "bias_backward": (MAX_BIAS_BACKWARD_BLOCK_BYTES, BIAS_BACKWARD_VECTORS, BIAS_BACKWARD_STAGES),
+}
+
+
+@functools.cache
+def choose_launch(kernel: str, n: int, element_size: int) -> Launch:
+    """The launch of `kernel` (forward, backward or bias_backward) for rows of `n` gate columns."""
+    max_block_bytes, vectors, stages = _LIMITS[kernel]
+    block = min(max(next_power_of_2(n), 16), max_block_bytes // element_size)
+    rows = max(1, MIN_TILE_BYTES // (block * element_size))
+    warps = rows * block * element_size // (WARP_BYTES * vectors)
+    return Launch(rows, block, min(max(warps, 1), 32), stages)
+
+
+# --- Kernels ---
+# Bare names are pointers, p_ addresses, b_ loaded blocks, o_ offsets, m_ masks, i_ program indices. Rows are counted
+# in 64 bits before a stride multiplies them. `rows` changes with every batch and must not specialise; n, the strides
+# and the block counts belong to the model, and Triton derives the 16-byte accesses from them.
+
+
+@triton.jit
+def _load_gate_up(p_y, p_bias, n, m, m_n, HAS_BIAS: tl.constexpr):
+    b_gate = tl.load(p_y, mask=m, other=0.0).to(tl.float32)
+    b_up = tl.load(p_y + n, mask=m, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        b_gate += tl.load(p_bias, mask=m_n, other=0.0).to(tl.float32)
+        b_up += tl.load(p_bias + n, mask=m_n, other=0.0).to(tl.float32)
+    return b_gate, b_up
+
+
+@triton.jit
+def _gradients(b_gate, b_up, b_dout):
+    """silu(gate), and the gradients of gate and up."""
+    b_sigmoid = tl.sigmoid(b_gate)
+    b_silu = b_gate * b_sigmoid
+    b_dgate = b_dout * b_up * (b_sigmoid * (1.0 + b_gate * (1.0 - b_sigmoid)))
+    return b_silu, b_dgate, b_dout * b_silu
+
+
+@triton.jit(do_not_specialize=["rows"])
+def swiglu_forward_kernel(
+    y,
+    bias,
+    weights,
+    out,
+    stride_y,
+    stride_weights,
+    rows,
+    n,
+    column_blocks,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i_program = tl.program_id(0)
+    o_r = (i_program // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    o_n = (i_program % column_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    m_r = o_r < rows
+    m_n = o_n < n
+    m = m_r & m_n
+
+    HAS_BIAS: tl.constexpr = bias is not None
+    p_bias = bias + o_n if HAS_BIAS else None
+    b_gate, b_up = _load_gate_up(y + o_r * stride_y + o_n, p_bias, n, m, m_n, HAS_BIAS)
+    b_out = b_gate * tl.sigmoid(b_gate) * b_up
+    if weights is not None:
+        b_out *= tl.load(weights + o_r * stride_weights, mask=m_r, other=0.0).to(tl.float32)
+    tl.store(out + o_r * n + o_n, b_out.to(out.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def swiglu_backward_kernel(
+    y,
+    bias,
+    weights,
+    dout,
+    dy,
+    dweights,
+    stride_y,
+    stride_weights,
+    stride_dout,
+    stride_dy,
+    rows,
+    n,
+    column_blocks,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of columns a program, or, where a row's weight needs its gradient, all of them in turn."""
+    i_program = tl.program_id(0)
+    HAS_BIAS: tl.constexpr = bias is not None
+    WHOLE_ROW: tl.constexpr = dweights is not None
+    if WHOLE_ROW:
+        i_row_block = i_program
+        i_first = 0
+        i_last = column_blocks
+    else:
+        i_row_block = i_program // column_blocks
+        i_first = i_program % column_blocks
+        i_last = i_first + 1
+
+    o_r = i_row_block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    m_r = o_r < rows
+    if weights is not None:
+        b_weights = tl.load(weights + o_r * stride_weights, mask=m_r, other=0.0).to(tl.float32)
+    if WHOLE_ROW:
+        b_dweights = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+
+    for i_block in range(i_first, i_last):
+        o_n = i_block * BLOCK + tl.arange(0, BLOCK)[None, :]
+        m_n = o_n < n
+        m = m_r & m_n
+        p_bias = bias + o_n if HAS_BIAS else None
+        b_gate, b_up = _load_gate_up(y + o_r * stride_y + o_n, p_bias, n, m, m_n, HAS_BIAS)
+        b_dout = tl.load(dout + o_r * stride_dout + o_n, mask=m, other=0.0).to(tl.float32)
+        if WHOLE_ROW:
+            b_dweights += b_dout * (b_gate * tl.sigmoid(b_gate) * b_up)
+        if dy is not None:
+            if weights is not None:
+                b_dout *= b_weights
+            _, b_dgate, b_dup = _gradients(b_gate, b_up, b_dout)
+            p_dy = dy + o_r * stride_dy + o_n
+            tl.store(p_dy, b_dgate.to(dy.dtype.element_ty), mask=m)
+            tl.store(p_dy + n, b_dup.to(dy.dtype.element_ty), mask=m)
+
+    if WHOLE_ROW:
+        b_sum = tl.sum(b_dweights, axis=1)[:, None]
+        tl.store(dweights + o_r, b_sum.to(dweights.dtype.element_ty), mask=m_r)
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def swiglu_bias_backward_kernel(
+    y,
+    bias,
+    dout,
+    dy,
+    partials,
+    stride_y,
+    stride_dout,
+    stride_dy,
+    rows,
+    n,
+    column_blocks,
+    splits,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Program (split, column block) takes every `splits`-th row block and writes row `split` of `partials` `[splits, 2n]`."""
+    i_program = tl.program_id(0)
+    i_split = i_program // column_blocks
+    o_n = (i_program % column_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    m_n = o_n < n
+    b_bias_gate = tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_bias_up = tl.load(bias + n + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_sum_gate = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    b_sum_up = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+
+    for i_row_block in tl.range(i_split, tl.cdiv(rows, ROWS), splits, num_stages=STAGES):
+        o_r = (i_row_block * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+        m = (o_r < rows) & m_n
+        p_y = y + o_r * stride_y + o_n
+        b_gate = tl.load(p_y, mask=m, other=0.0).to(tl.float32) + b_bias_gate
+        b_up = tl.load(p_y + n, mask=m, other=0.0).to(tl.float32) + b_bias_up
+        b_dout = tl.load(dout + o_r * stride_dout + o_n, mask=m, other=0.0).to(tl.float32)
+        _, b_dgate, b_dup = _gradients(b_gate, b_up, b_dout)
+        # A row past the end holds the bias alone, and an infinite bias times a gradient of 0 is NaN.
+        b_sum_gate += tl.where(m, b_dgate, 0.0)
+        b_sum_up += tl.where(m, b_dup, 0.0)
+        if dy is not None:
+            p_dy = dy + o_r * stride_dy + o_n
+            tl.store(p_dy, b_dgate.to(dy.dtype.element_ty), mask=m)
+            tl.store(p_dy + n, b_dup.to(dy.dtype.element_ty), mask=m)
+
+    p_partials = partials + i_split.to(tl.int64) * (2 * n) + o_n
+    tl.store(p_partials, tl.sum(b_sum_gate, axis=0)[None, :], mask=m_n)
+    tl.store(p_partials + n, tl.sum(b_sum_up, axis=0)[None, :], mask=m_n)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def swiglu_bias_reduce_kernel(partials, dbias, splits, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    m_n = o_n < columns
+    b_sum = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for i_row in range(0, splits, ROWS):
+        o_r = i_row + tl.arange(0, ROWS)[:, None]
+        b_sum += tl.load(partials + o_r.to(tl.int64) * columns + o_n, mask=(o_r < splits) & m_n, other=0.0)
+    b_dbias = tl.sum(b_sum, axis=0)[None, :]
+    tl.store(dbias + o_n, b_dbias.to(dbias.dtype.element_ty), mask=m_n)
+
+
+# --- Launchers: at least one row and one column ---
+
+
+def _forward(
+    y: torch.Tensor, stride_y: int, bias: torch.Tensor | None, weights: torch.Tensor | None
+) -> torch.Tensor:
+    n = y.shape[-1] // 2
+    rows = y.numel() // (2 * n)
+    out = torch.empty((*y.shape[:-1], n), dtype=y.dtype, device=y.device)
+    stride_weights = 0
+    if weights is not None:
+        weights, stride_weights = as_rows(weights)
+    launch = choose_launch("forward", n, y.element_size())
+    column_blocks = launch.column_blocks(n)
+    with device_guard(y):
+        swiglu_forward_kernel[(launch.row_blocks(rows) * column_blocks,)](
+            y,
+            bias,
+            weights,
+            out,
+            stride_y,
+            stride_weights,
+            rows,
+            n,
+            column_blocks,
+            ROWS=launch.rows,
+            BLOCK=launch.block,
+            num_warps=launch.warps,
+        )
+    LAUNCHES["swiglu_forward"] += 1
+    return out
+
+
+def _backward(
+    y: torch.Tensor,
+    stride_y: int,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    dout: torch.Tensor,
+    dy: torch.Tensor | None,
+    stride_dy: int,
+    dweights: torch.Tensor | None,
+) -> None:
+    """Writes `dy` and `dweights`, each where it is given."""
+    n = y.shape[-1] // 2
+    rows = y.numel() // (2 * n)
+    dout, stride_dout = as_rows(dout)
+    stride_weights = 0
+    if weights is not None:
+        weights, stride_weights = as_rows(weights)
+    launch = choose_launch("backward", n, y.element_size())
+    column_blocks = launch.column_blocks(n)
+    programs = launch.row_blocks(rows) * (column_blocks if dweights is None else 1)
+    with device_guard(y):
+        swiglu_backward_kernel[(programs,)](
+            y,
+            bias,
+            weights,
+            dout,
+            dy,
+            dweights,
+            stride_y,
+            stride_weights,
+            stride_dout,
+            stride_dy,
+            rows,
+            n,
+            column_blocks,
+            ROWS=launch.rows,
+            BLOCK=launch.block,
+            num_warps=launch.warps,
+        )
+    LAUNCHES["swiglu_backward"] += 1
+
+
+def _bias_backward(
+    y: torch.Tensor,
+    stride_y: int,
+    bias: torch.Tensor,
+    dout: torch.Tensor,
+    dy: torch.Tensor | None,
+    stride_dy: int,
+    dbias: torch.Tensor,
+) -> None:
+    """Writes `dbias`, and `dy` where it is given."""
+    n = y.shape[-1] // 2
+    rows = y.numel() // (2 * n)
+    dout, stride_dout = as_rows(dout)
+    launch = choose_launch("bias_backward", n, y.element_size())
+    column_blocks = launch.column_blocks(n)
+    programs = BIAS_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(y)
+    splits = max(1, min(launch.row_blocks(rows), programs // column_blocks))
+    partials = torch.empty((splits, 2 * n), dtype=torch.float32, device=y.device)
+    with device_guard(y):
+        swiglu_bias_backward_kernel[(splits * column_blocks,)](
+            y,
+            bias,
+            dout,
+            dy,
+            partials,
+            stride_y,
+            stride_dout,
+            stride_dy,
+            rows,
+            n,
+            column_blocks,
+            splits,
+            ROWS=launch.rows,
+            BLOCK=launch.block,
+            STAGES=launch.stages,
+            num_warps=launch.warps,
+        )
+        swiglu_bias_reduce_kernel[(BIAS_REDUCE.column_blocks(2 * n),)](
+            partials,
+            dbias,
+            splits,
+            2 * n,
+            ROWS=BIAS_REDUCE.rows,
+            BLOCK=BIAS_REDUCE.block,
+            num_warps=BIAS_REDUCE.warps,
+        )
+    LAUNCHES["swiglu_backward"] += 1
+    LAUNCHES["swiglu_bias_reduce"] += 1
+
+
+# --- Autograd ---
+
+
+def _may_overwrite(y: torch.Tensor, stride_y: int) -> bool:
+    """Whether the gradient may take the memory of `y`: no leaf's, and no element twice in it."""
+    owner = y if y._base is None else y._base
+    if y.is_leaf or owner.is_leaf:
+        return False
+    width = y.shape[-1]
+    return stride_y >= width or y.numel() == width
+
+
+class SwiGLUFunction(torch.autograd.Function):
+    """`apply(y, bias, weights, in_place)`; its arguments are those of `swiglu`, already checked."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, in_place: bool
+    ) -> torch.Tensor:
+        ctx.in_place = False
+        if y.numel() == 0:
+            ctx.save_for_backward(y, bias, weights)
+            return torch.empty((*y.shape[:-1], y.shape[-1] // 2), dtype=y.dtype, device=y.device)
+        if bias is not None:
+            bias = bias.contiguous()
+        y_rows, stride_y = as_rows(y)
+        if in_place and y_rows is y:
+            ctx.in_place = _may_overwrite(y, stride_y)
+        ctx.stride_y = stride_y
+        ctx.save_for_backward(y_rows, bias, weights)
+        return _forward(y_rows, stride_y, bias, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        y, bias, weights = ctx.saved_tensors
+        needs_y, needs_bias, needs_weights, _ = ctx.needs_input_grad
+        in_place = ctx.in_place and needs_y
+        dy = dbias = dweights = None
+        if y.numel() == 0:
+            dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needs_y else None
+            dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=y.device) if needs_bias else None
+            dweights = torch.zeros(weights.shape, dtype=weights.dtype, device=y.device) if needs_weights else None
+            return dy, dbias, dweights, None
+
+        stride_y = stride_dy = ctx.stride_y
+        if in_place:
+            dy = y.detach()
+        elif needs_y:
+            dy, stride_dy = torch.empty(y.shape, dtype=y.dtype, device=y.device), y.shape[-1]
+        if needs_bias:
+            dbias = torch.empty(bias.shape, dtype=bias.dtype, device=y.device)
+            _bias_backward(y, stride_y, bias, dout, dy, stride_dy, dbias)
+        else:
+            if needs_weights:
+                dweights = torch.empty(weights.shape, dtype=weights.dtype, device=y.device)
+            _backward(y, stride_y, bias, weights, dout, dy, stride_dy, dweights)
+        if in_place:
+            # Kernels write past autograd's back: from here on it refuses whatever else has saved y.
+            torch.autograd.graph.increment_version(y)
+        return dy, dbias, dweights, None
+
+
+def _check(y: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None) -> None:
+    if y.dtype not in DTYPES:
+        raise TypeError(f"swiglu: y is {y.dtype}; it must be bfloat16, float16 or float32")
+    if y.dim() == 0 or y.shape[-1] % 2:
+        raise ValueError(f"swiglu: y has shape {tuple(y.shape)}; its last dimension must hold gate and up, so be even")
+    if bias is not None:
+        if weights is not None:
+            raise NotImplementedError("swiglu: bias together with weights is not supported")
+        if bias.dtype != y.dtype:
+            raise TypeError(f"swiglu: bias is {bias.dtype} and y {y.dtype}; they must be the same")
+        if bias.dim() != 1 or bias.shape[0] != y.shape[-1]:
+            raise ValueError(f"swiglu: bias has shape {tuple(bias.shape)}; y {tuple(y.shape)} needs ({y.shape[-1]},)")
+        if bias.device != y.device:
+            raise ValueError(f"swiglu: bias is on {bias.device} and y on {y.device}")
+    if weights is not None:
+        if weights.dtype not in WEIGHT_DTYPES:
+            raise TypeError(f"swiglu: weights are {weights.dtype}; they must be floating point, 16 bits or more")
+        rows = y.shape[:-1].numel()
+        if weights.shape != (rows, 1) and weights.shape != (*y.shape[:-1], 1):
+            raise ValueError(f"swiglu: weights have shape {tuple(weights.shape)}; y {tuple(y.shape)} needs ({rows}, 1)")
+        if weights.device != y.device:
+            raise ValueError(f"swiglu: weights are on {weights.device} and y on {y.device}")
+
+
+def swiglu(
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    *,
+    in_place: bool = False,
+) -> torch.Tensor:
+    """`silu(gate) · up`, where the last dimension of `y` holds the gate, then up.
+
+    All arithmetic is in float32 and each result is rounded once, when it is stored.
+
+    Args:
+        y: `[..., 2n]`, bfloat16, float16 or float32, any strides. Rows without a common stride are copied once.
+        bias: `[2n]` in the dtype of `y`, added to each row first. Its gradient is summed in float32, always in the
+            same order, and has the dtype of the bias.
+        weights: `[rows, 1]` (or `[..., 1]`), a factor for each row, any floating dtype from 16 bits on, any strides.
+            The gradient has the dtype of the weights.
+        in_place: let the backward write the gradient of `y` over `y`. Autograd is told: a second backward, or another
+            operation that saved `y` and whose backward comes later, raises its usual error. A new buffer is taken all
+            the same where `y` is a leaf or a view of one (whose data must survive), overlaps itself (an expanded
+            tensor), or had to be copied.
+
+    Returns:
+        `[..., n]` in the dtype of `y`: a contiguous tensor that owns its storage.
+
+    Raises:
+        TypeError: a dtype is not supported, or bias and `y` differ in it.
+        ValueError: shapes or devices do not fit.
+        NotImplementedError: both bias and weights are given.
+    """
+    _check(y, bias, weights)
+    result: torch.Tensor = SwiGLUFunction.apply(y, bias, weights, in_place)
+    return result
