@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels under Megatron-Core: switches, counters and report of the overlay.
+
+``python -m megatron.core.liger`` prints the report. Importing this package reads the ``LIGER_MEGATRON*``
+environment variables, and neither imports Triton nor touches a device.
+"""
+
+from __future__ import annotations
+
+from . import job
+from .dispatch import FallbackError, counters, reset_counters
+from .report import report
+from .settings import SettingsError
+from .swiglu import LigerMegatronSwiGLU
+from .version import OVERLAY_VERSION
+
+__all__ = [
+    "OVERLAY_VERSION",
+    "FallbackError",
+    "LigerMegatronSwiGLU",
+    "SettingsError",
+    "counters",
+    "report",
+    "reset_counters",
+]
+
+job.watch()

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a call goes, kernel or upstream, and the count of both.
+
+An :class:`Op` is one switch in ``LIGER_MEGATRON`` with one kernel; an :class:`Entry` is one function or class of
+Megatron-Core's interface that was taken over for it. Importing this module touches no device and does not import
+Triton; both happen at the first call of an entry.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .settings import SETTINGS, STRICT, SWITCH
+
+TORCH_FLOOR = (2, 6)
+TRITON_FLOOR = (3, 2)
+
+ROCM = "ROCm has not been measured"
+OLD_TORCH = f"torch is older than {TORCH_FLOOR[0]}.{TORCH_FLOOR[1]}"
+NO_TRITON = "Triton cannot be imported"
+OLD_TRITON = f"Triton is older than {TRITON_FLOOR[0]}.{TRITON_FLOOR[1]}"
+ON_CPU = "a CPU tensor without TRITON_INTERPRET=1"
+OTHER_DEVICE = "a tensor on a device that is neither CUDA nor CPU"
+COMPILING = "traced by torch.compile"
+OFF = f"off by {SWITCH}"
+
+LOGGER = logging.getLogger("megatron.core.liger")
+
+
+class FallbackError(RuntimeError):
+    """Under ``LIGER_MEGATRON_STRICT=1``: an enabled op would have run upstream's code."""
+
+
+class Platform:
+    """What lies under the kernels in this process.
+
+    ``reason``: why no kernel can run here, or None. ``triton``: Triton's version, or None. ``interpreted``: kernels
+    run in Triton's interpreter, so CPU tensors are served too.
+    """
+
+    def __init__(self) -> None:
+        self.triton: str | None = None
+        self.interpreted = False
+        try:
+            import triton
+        except Exception:  # an unusable Triton must not stop a job that upstream's code can run
+            pass
+        else:
+            self.triton = str(triton.__version__)
+            # The kernels are decorated right after this, and decorating is when Triton decides.
+            knobs = getattr(triton, "knobs", None)
+            self.interpreted = knobs.runtime.interpret if knobs else os.environ.get("TRITON_INTERPRET") == "1"
+        self.reason = self._reason()
+        self._by_device = {"cuda": self.reason, "cpu": self.reason or (None if self.interpreted else ON_CPU)}
+
+    def _reason(self) -> str | None:
+        if torch.version.hip is not None:
+            return ROCM
+        if version_pair(torch.__version__) < TORCH_FLOOR:
+            return OLD_TORCH
+        if self.triton is None:
+            return NO_TRITON
+        if version_pair(self.triton) < TRITON_FLOOR:
+            return OLD_TRITON
+        return None
+
+    def unusable(self, device: str) -> str | None:
+        """Why no kernel can run on tensors of a device type, or None."""
+        return self._by_device.get(device, OTHER_DEVICE)
+
+
+def version_pair(text: str) -> tuple[int, int]:
+    """The first two numbers of a version; ``(0, 0)`` when it has none."""
+    numbers = re.match(r"(\d+)\.(\d+)", text)
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+
+
+class Op:
+    """One switch in ``LIGER_MEGATRON``: its kernel and its entries.
+
+    Args:
+        name: as in the settings.
+        kernel: module under ``kernels`` and the function in it, ``"module.function"``.
+        launches: how the names of its launches begin.
+    """
+
+    def __init__(self, name: str, kernel: str, launches: tuple[str, ...]) -> None:
+        self.name = name
+        self.enabled = name in SETTINGS.enabled
+        self.in_place = name in SETTINGS.in_place
+        self.launches = launches
+        self.entries: dict[str, Entry] = {}
+        self._kernel = kernel
+        OPS[name] = self
+
+    def load(self) -> Callable[..., Any]:
+        """The kernel's function. Imports Triton; call it only where :class:`Platform` has no reason against it."""
+        module, function = self._kernel.rsplit(".", 1)
+        loaded: Callable[..., Any] = getattr(importlib.import_module(f".kernels.{module}", __package__), function)
+        return loaded
+
+    def entry(self, name: str) -> Entry:
+        """The entry of that name, the same one each time."""
+        return self.entries.get(name) or Entry(self, name)
+
+
+class Entry:
+    """One taken-over function or class, and how its calls went."""
+
+    def __init__(self, op: Op, name: str) -> None:
+        self.op = op
+        self.name = name
+        self.kernel = 0
+        self.off = 0
+        self.upstream: dict[str, int] = {}
+        op.entries[name] = self
+
+    def served(self, tensor: torch.Tensor) -> None:
+        """Count a call that runs on the kernel."""
+        if job_pending:
+            _first_call(self, None, tensor)
+        self.kernel += 1
+
+    def skipped(self, tensor: torch.Tensor) -> None:
+        """Count a call of an op that is switched off; it runs upstream's code, which is no fallback."""
+        if job_pending:
+            _first_call(self, OFF, tensor)
+        self.off += 1
+
+    def fell_back(self, reason: str, tensor: torch.Tensor | None = None) -> None:
+        """Count a call that upstream's code has to serve, and log it the first time.
+
+        Raises:
+            FallbackError: ``LIGER_MEGATRON_STRICT=1``.
+        """
+        if job_pending:
+            _first_call(self, reason, tensor)
+        if SETTINGS.strict:
+            raise FallbackError(
+                f"{self.op.name}: {self.name} would run upstream's code ({reason}). {STRICT}=1 makes that an error: "
+                f"change the call, unset {STRICT}, or switch the op off with {SWITCH}=-{self.op.name}"
+            )
+        count = self.upstream.get(reason, 0)
+        self.upstream[reason] = count + 1
+        if not count and reason not in _logged.setdefault(self.op.name, set()):
+            _logged[self.op.name].add(reason)
+            LOGGER.warning("%s: %s runs upstream's code: %s", self.op.name, self.name, reason)
+
+    @torch.compiler.assume_constant_result
+    def traced(self) -> None:
+        """Count a call in code that torch.compile traces: at each trace, since a compiled graph counts nothing."""
+        self.fell_back(COMPILING)
+
+
+OPS: dict[str, Op] = {}
+job_pending = True
+_logged: dict[str, set[str]] = {}
+_platform: Platform | None = None
+
+
+def platform() -> Platform:
+    """This process's :class:`Platform`, found at the first call. Imports Triton when it is there."""
+    global _platform
+    if _platform is None:
+        _platform = Platform()
+    return _platform
+
+
+def _first_call(entry: Entry, reason: str | None, tensor: torch.Tensor | None) -> None:
+    global job_pending
+    job_pending = False
+    from . import job
+
+    job.announce(entry, reason, tensor)
+
+
+def launches() -> dict[str, int]:
+    """Kernel launches by name, for all ops; empty before the first kernel was loaded."""
+    module = sys.modules.get(f"{__package__}.kernels.launches")
+    return dict(module.LAUNCHES) if module else {}
+
+
+def counters() -> dict[str, dict[str, Any]]:
+    """How often each op ran, and where. Reads Python numbers only: no device is touched.
+
+    Returns:
+        ``{op: {"entries": {entry: {"kernel": n, "off": n, "upstream": {reason: n}}}, "launches": {kernel: n}}}``.
+        ``kernel``: calls served by the kernel (zero-element ones launch nothing). ``off``: calls while the op was
+        switched off. ``upstream``: fallbacks, by reason. ``launches``: kernels put on the device, backward included.
+    """
+    launched = launches()
+    return {
+        op.name: {
+            "entries": {
+                entry.name: {"kernel": entry.kernel, "off": entry.off, "upstream": dict(entry.upstream)}
+                for entry in op.entries.values()
+            },
+            "launches": {name: n for name, n in sorted(launched.items()) if name.startswith(op.launches)},
+        }
+        for op in OPS.values()
+    }
+
+
+def reset_counters() -> None:
+    """Set every count to zero, launches included. What was logged once stays logged."""
+    for op in OPS.values():
+        for entry in op.entries.values():
+            entry.kernel = entry.off = 0
+            entry.upstream.clear()
+    module = sys.modules.get(f"{__package__}.kernels.launches")
+    if module:
+        module.LAUNCHES.clear()

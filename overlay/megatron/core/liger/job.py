@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two lines of a job: one at the first call of an entry, one with the counts at exit, both on rank 0 only.
+
+They are the proof that a job runs this overlay. Neither may ever stop a job, so both give up on any error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import dispatch, installed
+from .version import OVERLAY_VERSION
+
+_RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+_pid = os.getpid()
+_announced = False
+_rank: int | None = None
+
+
+def rank() -> int:
+    """This process's rank: from torch.distributed, else from what the launcher set, else 0."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    for name in _RANK:
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    return 0
+
+
+def distributed() -> bool:
+    """Whether this process is one of a job's ranks, and not a helper that inherited a rank's environment."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return True
+    import multiprocessing
+
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and multiprocessing.parent_process() is None
+
+
+def _head() -> str:
+    return f"liger overlay {OVERLAY_VERSION} for Megatron-Core {installed.release()}"
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+def announce(entry: dispatch.Entry, reason: str | None, tensor: Any) -> None:
+    """The line at the first call: what each op runs on. ``reason``: why this call does not run on the kernel."""
+    global _announced, _rank
+    try:
+        if os.getpid() != _pid:
+            return
+        _rank = rank()
+        if _rank != 0:
+            return
+        device = tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu"
+        platform = dispatch.platform()
+        ops = []
+        for op in dispatch.OPS.values():
+            why = reason if op is entry.op else platform.unusable(device)
+            if not op.enabled:
+                ops.append(f"{op.name} {dispatch.OFF}")
+            else:
+                ops.append(f"{op.name} upstream ({why})" if why else f"{op.name} kernel")
+        name = torch.cuda.get_device_name(tensor.device) if device == "cuda" else device
+        if platform.interpreted:
+            name += " (Triton's interpreter)"
+        _announced = True
+        _print(
+            f"{_head()}: {', '.join(ops)} | torch {torch.__version__} triton {platform.triton or 'none'} "
+            f"device {name} | {installed.CORE}"
+        )
+    except Exception:
+        pass
+
+
+def summary() -> str:
+    """Counts since the start (or the last reset), in one line: for each op its entries, then its launches."""
+    parts = []
+    for name, op in dispatch.counters().items():
+        calls = []
+        for entry, n in op["entries"].items():
+            runs = [f"{n['kernel']} kernel"] if n["kernel"] else []
+            runs += [f"{n['off']} {dispatch.OFF}"] if n["off"] else []
+            runs += [f"{count} upstream ({reason})" for reason, count in n["upstream"].items()]
+            if runs:
+                calls.append(f"{entry} {' + '.join(runs)}")
+        launched = [f"{kernel} {count}" for kernel, count in op["launches"].items()]
+        text = ", ".join(calls) if calls else "never called"
+        parts.append(f"{name}: {text}" + (f", launches {', '.join(launched)}" if launched else ""))
+    return "; ".join(parts)
+
+
+def _at_exit() -> None:
+    try:
+        if os.getpid() != _pid:
+            return
+        called = not dispatch.job_pending
+        if not (_announced or (not called and distributed() and rank() == 0)):
+            return
+        unused = "" if called else " installed, never used:"
+        _print(f"{_head()} at exit:{unused} {summary()} | {installed.CORE}")
+    except Exception:
+        pass
+
+
+def watch() -> None:
+    """Print the counts when the process ends."""
+    atexit.register(_at_exit)
+
+
+def silence() -> None:
+    """Print no line in this process, which is no job: for the report."""
+    atexit.unregister(_at_exit)
+    dispatch.job_pending = False

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``LIGER_MEGATRON*`` environment variables, read once, when this module is imported.
+
+A wrong value stops the import: a job must not train for hours with a switch that was misspelt.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+OPS = ("swiglu",)
+"""Every op this overlay has; ``default`` in ``LIGER_MEGATRON`` stands for all of them."""
+
+IN_PLACE_OPS = ("swiglu",)
+"""The ops that can write the gradient over the saved activation."""
+
+SWITCH = "LIGER_MEGATRON"
+STRICT = "LIGER_MEGATRON_STRICT"
+IN_PLACE = "LIGER_MEGATRON_IN_PLACE"
+VARIABLES = (SWITCH, STRICT, IN_PLACE)
+
+logger = logging.getLogger("megatron.core.liger")
+
+
+class SettingsError(ValueError):
+    """An environment variable of the overlay has a value it cannot have; the message lists the right ones."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for.
+
+    ``enabled``: ops that run on the kernel where they can. ``strict``: a fallback of an enabled op is an error.
+    ``in_place``: ops whose backward reuses the saved activation's memory for the gradient.
+    """
+
+    enabled: frozenset[str]
+    strict: bool
+    in_place: frozenset[str]
+
+
+def _items(name: str, value: str, allowed: tuple[str, ...], right: str) -> list[str]:
+    items = [item.strip() for item in value.split(",")]
+    wrong = [item for item in items if item not in allowed]
+    if wrong:
+        raise SettingsError(f"{name}={value!r}: {', '.join(map(repr, wrong))} not known; right are {right}")
+    bare = [item.removeprefix("-") for item in items]
+    twice = sorted({item for item in bare if bare.count(item) > 1})
+    if twice:
+        raise SettingsError(f"{name}={value!r}: {', '.join(map(repr, twice))} named twice; right are {right}")
+    return items
+
+
+def _enabled(value: str) -> frozenset[str]:
+    if value in ("", "1", "default"):
+        return frozenset(OPS)
+    if value == "0":
+        return frozenset()
+    right = (
+        "0 (all off), 1 or default (all on), or a comma-separated list in which NAME switches on only what is "
+        f"named, default,NAME adds and -NAME removes; names: {', '.join(OPS)}"
+    )
+    allowed = ("default", *OPS, *(f"-{op}" for op in OPS))
+    items = _items(SWITCH, value, allowed, right)
+    added = {item for item in items if not item.startswith("-")}
+    enabled = set(OPS) if "default" in added or not added else added & set(OPS)
+    return frozenset(enabled - {item[1:] for item in items if item.startswith("-")})
+
+
+def _strict(value: str) -> bool:
+    if value not in ("", "0", "1"):
+        raise SettingsError(f"{STRICT}={value!r}: right are 0 (fall back and log it) and 1 (a fallback is an error)")
+    return value == "1"
+
+
+def _in_place(value: str) -> frozenset[str]:
+    if value in ("", "0"):
+        return frozenset()
+    right = f"0 (none) or a comma-separated list of {', '.join(IN_PLACE_OPS)}"
+    return frozenset(_items(IN_PLACE, value, IN_PLACE_OPS, right))
+
+
+def read(environ: Mapping[str, str]) -> Settings:
+    """The settings in ``environ``; surrounding blanks do not count.
+
+    Raises:
+        SettingsError: a value is wrong. It names the variable, the value and the right ones.
+    """
+
+    def value(name: str) -> str:
+        return environ.get(name, "").strip()
+
+    return Settings(_enabled(value(SWITCH)), _strict(value(STRICT)), _in_place(value(IN_PLACE)))
+
+
+def unknown(environ: Mapping[str, str]) -> list[str]:
+    """The names in ``environ`` that begin like the overlay's variables but are none of them, sorted."""
+    return sorted(name for name in environ if name.startswith(SWITCH) and name not in VARIABLES)
+
+
+SETTINGS = read(os.environ)
+
+if _unknown := unknown(os.environ):
+    logger.warning("no such setting: %s; the settings are %s", ", ".join(_unknown), ", ".join(VARIABLES))

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SwiGLU: which calls the kernel serves, for the taken-over functions and for :class:`LigerMegatronSwiGLU`.
+
+One decision, :func:`unserved`, made from types, dtypes, shapes, devices and settings, never from values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .dispatch import COMPILING, OFF, Op, platform
+
+OP = Op("swiglu", kernel="swiglu.swiglu", launches=("swiglu_",))
+_MODULE = OP.entry("LigerMegatronSwiGLU")
+
+FP8_INPUT_STORE = "fp8_input_store"
+CPU_OFFLOAD_INPUT = "cpu_offload_input"
+NOT_PLAIN = "an argument that is no plain tensor"
+DTYPE = "a dtype other than bfloat16, float16 and float32"
+DIMENSIONS = "input with other than 2 or 3 dimensions"
+ODD = "a last dimension that is not 2n with n > 0"
+BIAS_AND_WEIGHTS = "bias together with weights"
+MIXED = "input and bias of different dtypes"
+BIAS_SHAPE = "bias of a shape other than [2n]"
+WEIGHTS_DTYPE = "weights that are not floating point of 16 bits or more"
+WEIGHTS_SHAPE = "weights of a shape other than [tokens, 1]"
+DEVICES = "tensors on different devices"
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WEIGHT_DTYPES = (*_DTYPES, torch.float64)
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+_kernel: Callable[..., torch.Tensor] | None = None
+
+
+def unserved(input: torch.Tensor, bias: torch.Tensor | None, *weights: torch.Tensor | None) -> str | None:
+    """Why the kernel does not serve these tensors, as a short fixed text, or None when it does.
+
+    ``weights`` is given, once, for the weighted form only.
+    """
+    if type(input) not in _PLAIN:
+        return NOT_PLAIN
+    device = input.device
+    if (reason := platform().unusable(device.type)) is not None:
+        return reason
+    if (dtype := input.dtype) not in _DTYPES:
+        return DTYPE
+    if input.dim() not in (2, 3):
+        return DIMENSIONS
+    width = input.size(-1)
+    if width % 2 or not width:
+        return ODD
+    if bias is not None:
+        if weights:
+            return BIAS_AND_WEIGHTS
+        if type(bias) not in _PLAIN:
+            return NOT_PLAIN
+        if bias.dtype != dtype:
+            return MIXED
+        if bias.dim() != 1 or bias.size(0) != width:
+            return BIAS_SHAPE
+        if bias.device != device:
+            return DEVICES
+    for weight in weights:
+        if weight is None or type(weight) not in _PLAIN:
+            return NOT_PLAIN
+        if weight.dtype not in _WEIGHT_DTYPES:
+            return WEIGHTS_DTYPE
+        if weight.dim() != 2 or weight.size(1) != 1 or weight.size(0) * width != input.numel():
+            return WEIGHTS_SHAPE
+        if weight.device != device:
+            return DEVICES
+    return None
+
+
+def run(
+    in_place: bool, input: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The kernel's result for tensors that :func:`unserved` has nothing against: ``[..., 2n]`` to ``[..., n]``."""
+    global _kernel
+    if _kernel is None:
+        _kernel = OP.load()
+    return _kernel(input, bias, weights, in_place=in_place)
+
+
+@torch.compiler.disable
+def _run_eagerly(in_place: bool, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    _MODULE.served(input)
+    return run(in_place, input, bias)
+
+
+class TakenOver:
+    """What stands in a taken-over function's place: decides, counts, and runs the kernel or ``upstream``.
+
+    Args:
+        name: the function's name.
+        upstream: the release's own function, whose signature says which options there are.
+        tensors: how many of its leading parameters are tensors.
+    """
+
+    def __init__(self, name: str, upstream: Callable[..., torch.Tensor], tensors: int) -> None:
+        self.entry = OP.entry(name)
+        self.upstream = upstream
+        self.options = tuple(inspect.signature(upstream).parameters)[tensors:]
+
+    def asks_for(self, options: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+        """The first option in use that the kernel does not serve: its reason, or None.
+
+        Raises:
+            TypeError: more options than upstream's function has, an unknown name, or one given twice.
+        """
+        given = dict(zip(self.options, options))
+        if len(options) > len(self.options) or not named.keys() <= set(self.options[len(options) :]):
+            raise TypeError(f"{self.entry.name}() takes the options {', '.join(self.options)}, each once")
+        for name, value in (*given.items(), *named.items()):
+            if name in (FP8_INPUT_STORE, CPU_OFFLOAD_INPUT):
+                if value:
+                    return name
+            elif value is not None:  # an option of a later release
+                return f"option {name}"
+        return None
+
+    def __call__(
+        self, tensors: tuple[torch.Tensor, ...], options: Sequence[Any], named: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Serve one call: its tensors, and the options that followed them by position and by name."""
+        entry = self.entry
+        if not OP.enabled:
+            if not torch.compiler.is_compiling():
+                entry.skipped(tensors[0])
+            return self.upstream(*tensors, *options, **named)
+        if torch.compiler.is_compiling():
+            entry.traced()
+            return self.upstream(*tensors, *options, **named)
+        reason = self.asks_for(options, named) if options or named else None
+        if reason is None:
+            reason = unserved(*tensors)
+        if reason is None:
+            entry.served(tensors[0])
+            return run(OP.in_place, *tensors)
+        entry.fell_back(reason, tensors[0])
+        return self.upstream(*tensors, *options, **named)
+
+
+class LigerMegatronSwiGLU(nn.Module):
+    """SwiGLU as a module: for a hand-built spec, or in the place of ``bias_swiglu_impl``.
+
+    ``MLPSubmodules(activation_func=LigerMegatronSwiGLU)`` works: Megatron-Core builds it with ``config=config``.
+
+    Args:
+        fallback_impl: called as ``bias_swiglu_impl`` is, for what the kernel does not serve.
+        in_place: backward writes the gradient over the input's memory, and autograd raises when that input is
+            needed again; ``LIGER_MEGATRON_IN_PLACE=swiglu`` asks for it too.
+        config: a ``TransformerConfig``, read once for what this activation cannot be.
+
+    Raises:
+        ValueError: ``config`` describes another activation than SwiGLU, or a clamped or shifted one.
+    """
+
+    def __init__(
+        self,
+        fallback_impl: Callable[..., torch.Tensor] | None = None,
+        in_place: bool = False,
+        config: Any = None,
+    ) -> None:
+        super().__init__()
+        self.fallback_impl = fallback_impl
+        self.in_place = in_place
+        for name, right in (
+            ("gated_linear_unit", True),
+            ("activation_func", F.silu),
+            ("activation_func_clamp_value", None),
+            ("glu_linear_offset", 0.0),
+        ):
+            if (value := getattr(config, name, right)) != right:
+                raise ValueError(f"LigerMegatronSwiGLU computes silu(gate) * up, which config.{name}={value!r} is not")
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        fp8_input_store: bool = False,
+        cpu_offload_input: bool = False,
+    ) -> torch.Tensor:
+        """``silu(gate) * up`` of ``input + bias``, with gate in ``[0, n)`` and up in ``[n, 2n)``.
+
+        Args:
+            input: ``[tokens, 2n]`` or ``[s, b, 2n]``; bfloat16, float16 or float32.
+            bias: ``[2n]`` in the input's dtype, or None.
+            fp8_input_store, cpu_offload_input: as in ``bias_swiglu_impl``; the kernel serves neither.
+
+        Returns:
+            ``[tokens, n]`` or ``[s, b, n]``, in the input's dtype.
+
+        Raises:
+            ValueError: the input's dimensions are other than 2 or 3, or the last one is odd or zero.
+            RuntimeError: the kernel does not serve the call and there is no ``fallback_impl``.
+            FallbackError: it does not, and ``LIGER_MEGATRON_STRICT=1``.
+        """
+        if input.dim() not in (2, 3):
+            raise ValueError(f"input must be [tokens, 2n] or [s, b, 2n], not {list(input.shape)}")
+        if input.size(-1) % 2 or not input.size(-1):
+            raise ValueError(f"the last dimension holds gate and up, so it must be 2n with n > 0, not {input.size(-1)}")
+        compiling = torch.compiler.is_compiling()
+        if not OP.enabled:
+            reason: str | None = OFF
+        elif fp8_input_store or cpu_offload_input:
+            reason = FP8_INPUT_STORE if fp8_input_store else CPU_OFFLOAD_INPUT
+        elif compiling and self.fallback_impl is not None:
+            reason = COMPILING
+        else:
+            reason = unserved(input, bias)
+        if reason is None:
+            in_place = self.in_place or OP.in_place
+            if compiling:
+                return _run_eagerly(in_place, input, bias)
+            _MODULE.served(input)
+            return run(in_place, input, bias)
+        if self.fallback_impl is None:
+            raise RuntimeError(
+                f"LigerMegatronSwiGLU does not serve this call: {reason}. Give it a fallback_impl, such as "
+                "megatron.core.fusions.fused_bias_swiglu.bias_swiglu_impl"
+            )
+        if compiling:
+            if OP.enabled:
+                _MODULE.traced()
+        elif OP.enabled:
+            _MODULE.fell_back(reason, input)
+        else:
+            _MODULE.skipped(input)
+        return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Empty: there is nothing to save. Megatron-Core's MLP asks each of its submodules."""
+        return {}
