@@ -10,6 +10,7 @@ import base64
 import csv
 import hashlib
 import io
+import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class _Field:
 def metadata_version(data: bytes, label: str) -> str:
     """The ``Version`` that a METADATA file states. Raises SourceError unless it does so once."""
     fields, _ = _fields(io.BytesIO(data).readlines(), label)
-    return _single(fields, b"Version", label).value.decode()
+    return _single(fields, b"Version", label).value.decode(errors="replace")
 
 
 def edit_metadata(
@@ -58,8 +59,10 @@ def edit_metadata(
         inserted.setdefault(place, []).extend(name + b": " + value + newline for value in new)
 
     insert(b"Classifier", [PRIVATE])
-    known = _single(fields, b"Metadata-Version", label).value
-    if tuple(int(part) for part in known.split(b".")) >= _FIRST_WITH_LICENSE_FILES:
+    known = _single(fields, b"Metadata-Version", label).value.decode(errors="replace")
+    if not re.fullmatch(r"[0-9]+\.[0-9]+", known):
+        raise refusal(label, "Metadata-Version: NUMBER.NUMBER", known)
+    if tuple(map(int, known.split("."))) >= _FIRST_WITH_LICENSE_FILES:
         insert(b"License-File", [name.encode() for name in license_files])
 
     result: list[bytes] = []

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the patched wheel: upstream's own, repacked with the overlay.
+
+A pinned wheel is repacked from any machine: members that the overlay leaves alone keep their headers and
+their compressed bytes, changed and new ones are stored, so the result has the same bytes wherever it is made.
+``--tree`` first builds upstream's wheel from a copy of a checkout with the overlay taken out, and repacks it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts import source
+from scripts.apply import split_ops
+from scripts.errors import SourceError, TreeError, UsageError
+from scripts.manifest import Manifest, PinnedFile, Release, load
+from scripts.overlay import PACKAGE, RECORD, ROOT, Overlay, load_overlay, sha256
+from scripts.tree import Tree
+from scripts.verify import OVERLAID, Plan, inspect, plan
+from scripts.wheelpack import Wheel, read_licenses, read_wheel, repack
+
+DIST = ROOT / "dist"
+
+_EPOCH = 315532800  # 1980-01-01, the earliest time that a zip file can hold
+_BUILT = (
+    "__pycache__",
+    "*.pyc",
+    "*.so",
+    "*.pyd",
+    "*.egg-info",
+)  # left in a checkout by running or building it
+
+
+def main(argv: list[str]) -> int:
+    """``wheel megatron==V`` or ``wheel --tree PATH``, into dist/; raises OverlayError when refused."""
+    arguments = _parser().parse_args(argv)
+    choice = arguments.python or arguments.platform
+    if arguments.all_platforms and choice:
+        remedy = "leave --all-platforms or the other two away"
+        raise UsageError("command line", "one choice", "--all-platforms with --python or --platform", remedy)
+    if arguments.tree is not None and (arguments.all_platforms or choice):
+        remedy = "leave them away: a checkout is built for the Python and the machine that run this"
+        raise UsageError("command line", "--tree alone", "--tree with a Python or a platform", remedy)
+    manifest = load()
+    overlay = load_overlay(manifest=manifest)
+    release = manifest.release(arguments.release) if arguments.release else None
+    if arguments.tree is None and release is None:
+        remedy = f"write megatron=={manifest.newest()}, or --tree PATH"
+        raise UsageError("command line", "a release or a tree", "neither", remedy)
+
+    ops = split_ops(arguments.ops)
+    made: list[Patched] = []
+    if arguments.tree is not None:
+        built = build_from_tree(Tree.locate(arguments.tree), manifest, overlay, ops, release)
+        made.append(patch(built, manifest, overlay, ops, None))
+    elif release is not None:
+        for wheel in fetch(release, arguments.python, arguments.platform, every=arguments.all_platforms):
+            made.append(patch(wheel, manifest, overlay, ops, release))
+    for patched in made:
+        _report(patched, _write(arguments.out, patched.wheel.filename, patched.data))
+    for version in sorted({patched.wheel.version for patched in made}):
+        print(_accepted(version))
+    return 0
+
+
+@dataclass(frozen=True)
+class Patched:
+    """A patched wheel: parsed, as bytes, the plan that it carries out, and upstream's wheel."""
+
+    wheel: Wheel
+    data: bytes
+    plan: Plan
+    upstream: Wheel
+
+
+def fetch(release: Release, python: str | None, platform: str | None, *, every: bool) -> list[Wheel]:
+    """The pinned wheel for a Python and a platform, or all of the release, each held against its hash.
+
+    Raises SourceError, before a wheel is opened, when it is not the pinned one.
+    """
+    from packaging.utils import parse_wheel_filename
+
+    choices = [(python, platform)]
+    if every:
+        tags = [next(iter(parse_wheel_filename(pin.filename)[3])) for pin in release.wheels]
+        choices = [(f"{tag.interpreter[2]}.{tag.interpreter[3:]}", tag.platform) for tag in tags]
+    return [_read_pinned(source.fetch(release, *choice), release.wheels) for choice in choices]
+
+
+def _read_pinned(path: Path, pins: Iterable[PinnedFile]) -> Wheel:
+    data = path.read_bytes()
+    expected = {pin.filename: pin.sha256 for pin in pins}[path.name]
+    if sha256(data) != expected:
+        remedy = f"delete {path} and repeat"
+        raise SourceError(path.name, f"sha256 {expected}", f"sha256 {sha256(data)}", remedy)
+    return read_wheel(data, path.name)
+
+
+def patch(
+    upstream: Wheel,
+    manifest: Manifest,
+    overlay: Overlay,
+    ops: Iterable[str] | None,
+    release: Release | None,
+) -> Patched:
+    """Lay the overlay over a wheel. Raises what ``plan`` and ``repack`` raise."""
+    planned = plan(upstream.files.get, manifest, overlay, ops, release)
+    wheel, data = repack(upstream, planned.after(), read_licenses(), overlay.version)
+    return Patched(wheel, data, planned, upstream)
+
+
+def build_from_tree(
+    tree: Tree,
+    manifest: Manifest,
+    overlay: Overlay,
+    ops: Iterable[str] | None,
+    release: Release | None = None,
+) -> Wheel:
+    """Upstream's wheel of a checkout, built by pip from a copy from which the overlay was taken out.
+
+    Raises TreeError or StateError for a tree that apply refuses or that is no source tree, SourceError when
+    the build fails. The tree itself is only read.
+    """
+    if not any((tree.root / name).is_file() for name in ("pyproject.toml", "setup.py")):
+        remedy = "give a Megatron-LM checkout, or make the wheel of a release (megatron==VERSION)"
+        raise TreeError(tree.root, "pyproject.toml or setup.py beside megatron/", "neither", remedy)
+    plan(tree.read, manifest, overlay, ops, release)
+    state = inspect(tree.read, manifest, overlay)
+    bases = {f.path: f.base for f in state.upstream if f.verdict == OVERLAID and f.base is not None}
+    with tempfile.TemporaryDirectory(prefix="liger-overlay-") as folder:
+        copy = Path(folder, "source")
+        _copy_sources(tree.root, copy)
+        for path, base in bases.items():
+            (copy / path).write_bytes(base)
+        return _build(copy, Path(folder, "built"), tree.root)
+
+
+def _copy_sources(root: Path, dest: Path) -> None:
+    """Copy what a build reads, the files at the top and ``megatron/``; a checkout may hold much else."""
+
+    def ignore(folder: str, names: list[str]) -> set[str]:
+        ours = {PACKAGE.rsplit("/", 1)[1]} if Path(folder) == (root / PACKAGE).parent else set()
+        return shutil.ignore_patterns(*_BUILT)(folder, names) | ours
+
+    dest.mkdir()
+    for item in root.iterdir():
+        if item.is_file():
+            shutil.copyfile(item, dest / item.name)
+    shutil.copytree(root / "megatron", dest / "megatron", ignore=ignore)
+
+
+def _build(copy: Path, out: Path, shown: Path) -> Wheel:
+    python = os.path.dirname(sys.executable)
+    environment = {
+        **os.environ,
+        "NO_VCS_VERSION": "1",  # else upstream puts the hash of any git tree around it into the version
+        "SOURCE_DATE_EPOCH": str(_EPOCH),
+        "PATH": os.pathsep.join([python, os.environ.get("PATH", os.defpath)]),  # setup.py calls python3
+    }
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "--no-input"]
+    command += ["--disable-pip-version-check", "--wheel-dir", str(out), str(copy)]
+    done = subprocess.run(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    found = sorted(out.glob("*.whl"))
+    if done.returncode or len(found) != 1:
+        said = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        errors = (
+            [line for line in said if "error" in line.lower()] or said[-1:] or [f"exit {done.returncode}"]
+        )
+        remedy = f"see that {shlex.join(['pip', 'wheel', '--no-deps', str(shown)])} works, then repeat"
+        raise SourceError(shown, "a wheel built by pip", errors[0], remedy)
+    wheel = read_wheel(found[0].read_bytes(), found[0].name)
+    pure = b"root-is-purelib: true" in wheel.files[f"{wheel.dist_info}/WHEEL"].lower()
+    if not pure and not any(name.endswith((".so", ".pyd")) for name in wheel.files):
+        # Upstream declares its extension optional: without a compiler the build succeeds without it.
+        remedy = "install a C++ compiler (g++) and Python's headers, then repeat"
+        raise SourceError(shown, "a wheel with its compiled extension", "a wheel without one", remedy)
+    return wheel
+
+
+def _write(folder: Path, name: str, data: bytes) -> Path:
+    """Put a file into ``folder`` by a rename, so that it is there whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / name
+    temporary = folder / f".{name}.{os.getpid()}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def _report(patched: Patched, path: Path) -> None:
+    shown = os.path.relpath(path)
+    planned = patched.plan
+    kinds = [action.kind for action in planned.actions]
+    as_in = ", ".join(planned.files_as_in)
+    if planned.release is None:
+        as_in += " (from a tree, which that does not make a release)"
+    print(shown)
+    print(f"  {len(patched.data)} bytes, sha256 {sha256(patched.data)}")
+    print(f"  from {patched.upstream.filename}, files as in {as_in}")
+    added = kinds.count("add") + 1
+    print(f"  ops {', '.join(planned.ops)}: {kinds.count('extend')} extended, {added} added with the record")
+    for name in patched.upstream.signatures:
+        print(f"  left out: {name}, which signs upstream's RECORD")
+    print(f"  pip install --no-deps --force-reinstall {shlex.quote(shown)}")
+
+
+def _accepted(version: str) -> str:
+    public = version.partition("+")[0]
+    return (
+        f"{version} is accepted where =={public}, ~={public} or <={public} is asked for;"
+        f" not for ==={public}, !={public} or >{public}.\n"
+        f"megatron.core.__version__ stays what upstream's sources say."
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nox -s wheel --", description=__doc__)
+    parser.add_argument("release", nargs="?", metavar="megatron==VERSION", help="a pinned release")
+    parser.add_argument(
+        "--tree", type=Path, metavar="PATH", help="build from this checkout (needs a compiler)"
+    )
+    parser.add_argument("--ops", metavar="A,B", help="only these ops (default: all)")
+    parser.add_argument("--python", metavar="3.12", help="the wheel for this Python (default: this one)")
+    parser.add_argument("--platform", metavar="TAG", help="the wheel for this platform tag or machine")
+    parser.add_argument("--all-platforms", action="store_true", help="every wheel that the release has")
+    parser.add_argument("--out", type=Path, default=DIST, metavar="PATH", help="where to (default: dist/)")
+    return parser
