@@ -129,10 +129,7 @@ def overlay_version(root: Path = ROOT) -> int:
     raise ExpectationError(where, "OVERLAY_VERSION = <integer>", "no such line", "restore the file")
 
 
-def __getattr__(name: str) -> int:
-    if name == "OVERLAY_VERSION":
-        return overlay_version()
-    raise AttributeError(name)
+OVERLAY_VERSION: int = overlay_version()
 
 
 def _sources(folder: Path) -> list[tuple[str, Path]]:

@@ -7,14 +7,14 @@ why apply completes a half-applied tree, one with another set of ops, or one of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from scripts.errors import OverlayError, StateError, TreeError, UsageError
-from scripts.manifest import Manifest, Release, TouchedFile, Variant, safe
+from scripts.manifest import Manifest, Release, TouchedFile, Variant
 from scripts.overlay import PACKAGE, RECORD, Overlay, extend, sha256, split
+from scripts.record import Record, dump, read_record
 
 Read = Callable[[str], "bytes | None"]
 
@@ -26,9 +26,9 @@ class FileState:
     """One file of a tree.
 
     ``verdict`` is pristine (upstream's file, or nothing where the overlay adds one), overlaid, edited (changed by
-    hand below the marker, or content that is not ours at an added path), unknown (an upstream file that is not
-    pinned) or missing. ``base`` holds upstream's bytes where the file is pristine, unknown or overlaid.
-    ``current`` says whether an overlaid file is what this checkout writes.
+    hand after apply, or content that is not ours at an added path), unknown (an upstream file that is not pinned)
+    or missing. ``base`` holds upstream's bytes, where they can be told. ``current`` says whether an overlaid file is
+    what this checkout writes.
     """
 
     path: str
@@ -64,30 +64,6 @@ class State:
     @property
     def ops(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(f.op for f in self.upstream if f.op and f.verdict == OVERLAID))
-
-
-@dataclass(frozen=True)
-class Record:
-    """``overlay.json`` of a tree. ``known`` maps each path to the hashes that the overlay has written there."""
-
-    document: Mapping[str, Any]
-    data: bytes
-
-    @property
-    def files(self) -> Mapping[str, Mapping[str, Any]]:
-        files: Mapping[str, Mapping[str, Any]] = self.document["files"]
-        return files
-
-    @property
-    def previous(self) -> Mapping[str, list[str]]:
-        previous: Mapping[str, list[str]] = self.document.get("previous", {})
-        return previous
-
-    def known(self) -> dict[str, list[str]]:
-        found = {path: [str(entry["after"])] for path, entry in self.files.items()}
-        for path, hashes in self.previous.items():
-            found.setdefault(path, []).extend(h for h in hashes if h not in found[path])
-        return found
 
 
 @dataclass(frozen=True)
@@ -131,47 +107,16 @@ class Plan:
         return {a.path: a.after for a in self.actions if a.kind in ("record", "add", "extend")}
 
 
-def read_record(data: bytes | None) -> Record | None:
-    """Parse ``overlay.json``. Raises StateError when there is a file that is no record of ours."""
-    if data is None:
-        return None
-    try:
-        document = json.loads(data)
-        record = Record(document, data)
-        shape = isinstance(document["overlay"], int) and all(
-            (path.startswith(f"{PACKAGE}/") or entry["action"] == "extend")
-            and safe(path)
-            and path != RECORD
-            and isinstance(entry["after"], str)
-            for path, entry in record.files.items()
-        )
-        shape = shape and all(
-            safe(path) and path != RECORD and all(isinstance(h, str) for h in hashes)
-            for path, hashes in record.previous.items()
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        shape = False
-    if not shape:
-        raise StateError(
-            RECORD,
-            "a record that the overlay wrote",
-            "something else",
-            "restore or move the file, then retry",
-        )
-    return record
-
-
 def inspect(read: Read, manifest: Manifest, overlay: Overlay) -> State:
     """Judge every file that the pins, the overlay or the tree's record name."""
     record = read_record(read(RECORD))
     known = record.known() if record else {}
     files = [_upstream(read, file, overlay) for file in manifest.files.values()]
-    recorded = record.files if record else {}
-    # A tail that an older overlay had and this one has not.
+    # Tails that another overlay wrote into files which this one leaves alone.
     files += [
-        _upstream(read, TouchedFile(path, "extend", str(recorded[path].get("op")), (), ()), overlay)
+        _upstream(read, TouchedFile(path, "extend", "", (), ()), overlay)
         for path in sorted(known)
-        if path not in manifest.files and recorded.get(path, {}).get("action") == "extend"
+        if path not in manifest.files and not path.startswith(f"{PACKAGE}/")
     ]
     adds = {path for path in known if path.startswith(f"{PACKAGE}/")} | set(overlay.added)
     files += [_added(path, read(path), known, overlay) for path in sorted(adds)]
@@ -185,7 +130,8 @@ def _upstream(read: Read, file: TouchedFile, overlay: Overlay) -> FileState:
     found = split(data)
     base = data if found is None else found.base
     if found is not None and not found.intact:
-        return FileState(file.path, "extend", found.op, EDITED, data, version=found.version)
+        base_or_none = found.base if found.base_intact else None
+        return FileState(file.path, "extend", found.op, EDITED, data, base_or_none, version=found.version)
     variant = file.variant(sha256(base))
     if found is None:
         verdict = PRISTINE if variant else UNKNOWN
@@ -269,9 +215,7 @@ def _with_record(
     known = old.known() if old else {}
     fresh = {path: entry["after"] for path, entry in document["files"].items()}
     previous = {
-        path: lost
-        for path, hashes in known.items()
-        if path.startswith(f"{PACKAGE}/") and (lost := [h for h in hashes if h != fresh.get(path)])
+        path: lost for path, hashes in known.items() if (lost := [h for h in hashes if h != fresh.get(path)])
     }
     before = old.data if old else None
     if not previous or not any(action.changes for action in work):
@@ -308,11 +252,6 @@ def _document(
             for a in actions
         },
     }
-
-
-def dump(document: Mapping[str, Any]) -> bytes:
-    """The bytes of ``overlay.json`` for a document."""
-    return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 
 def _refuse_edited(state: State) -> None:

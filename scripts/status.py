@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say of each touched file of a tree what it is, and whether the tree is what somebody expects."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from scripts.apply import is_patched_wheel, split_ops
+from scripts.errors import ExpectationError, OverlayError
+from scripts.manifest import Manifest, load
+from scripts.overlay import PACKAGE, RECORD, Overlay, load_overlay
+from scripts.revert import plan_revert
+from scripts.tree import Tree
+from scripts.verify import EDITED, MISSING, OVERLAID, PRISTINE, FileState, State, inspect, plan, select_ops
+
+
+def main(argv: list[str]) -> int:
+    """``status --tree PATH``; raises ExpectationError when ``--expect`` does not hold."""
+    parser = argparse.ArgumentParser(prog="nox -s status --", description=__doc__)
+    parser.add_argument("--tree", type=Path, required=True, metavar="PATH", help="the tree to judge")
+    parser.add_argument(
+        "--expect", choices=("overlaid", "pristine"), help="fail unless the whole tree is that"
+    )
+    parser.add_argument(
+        "--ops", metavar="A,B", help="with --expect overlaid: exactly these ops (default: all)"
+    )
+    arguments = parser.parse_args(argv)
+    manifest = load()
+    overlay = load_overlay(manifest=manifest)
+    ops = select_ops(overlay, split_ops(arguments.ops))
+    tree = Tree.locate(arguments.tree)
+    state = inspect(tree.read, manifest, overlay)
+    verdict = judge(tree, state, manifest, overlay)
+    print(f"{tree.root}: {verdict}")
+    for text in lines(tree, state, overlay):
+        print(f"  {text}")
+    if arguments.expect is not None:
+        expect(tree, arguments.expect, ops, manifest, overlay)
+    return 0
+
+
+def judge(tree: Tree, state: State, manifest: Manifest, overlay: Overlay) -> str:
+    """The tree in a few words: pristine, overlaid, half applied, changed by hand, or not supported."""
+    files = state.files
+    if any(f.verdict == EDITED for f in files):
+        return "changed by hand (or files in the overlay's place)"
+    touched = [f for f in files if f.verdict == OVERLAID]
+    left = tree.leftovers([f.path for f in files] + [RECORD], PACKAGE)
+    if not touched and state.record is None:
+        wrong = [f.path for f in state.upstream if f.verdict != PRISTINE]
+        if left:
+            return "half applied (apply or revert completes it)"
+        return f"not supported as it is ({', '.join(wrong)})" if wrong else "pristine"
+    ops = state.ops
+    problem = mismatch(tree, ops, manifest, overlay) if ops else "no tail is in place"
+    if problem is None:
+        return f"overlaid, version {overlay.version}, ops {', '.join(ops)}"
+    if any(not f.current for f in touched) and whole(state):
+        return f"overlaid by another version or state of the overlay, ops {', '.join(ops)}"
+    return "half applied (apply or revert completes it)"
+
+
+def whole(state: State) -> bool:
+    """Whether the tree is what its own record says, whichever overlay wrote it."""
+    from scripts.overlay import sha256
+
+    if state.record is None or state.record.previous:
+        return False
+    files = {f.path: f for f in state.files}
+    return all(
+        path in files and (data := files[path].data) is not None and sha256(data) == entry["after"]
+        for path, entry in state.record.files.items()
+    )
+
+
+def lines(tree: Tree, state: State, overlay: Overlay) -> list[str]:
+    """One line for each upstream file, for each added file that is not as it should be, and for what is left."""
+    found = [f"{file.path}: {_upstream(file)}" for file in state.upstream]
+    added = [f for f in state.added if f.verdict == OVERLAID and f.current]
+    found.append(f"{PACKAGE}/: {len(added)} of the {len(overlay.added)} files that this checkout adds")
+    for file in state.added:
+        if file.verdict == EDITED:
+            found.append(f"{file.path}: changed by hand, or not the overlay's")
+        elif file.verdict == OVERLAID and not file.current:
+            found.append(f"{file.path}: overlaid, by another version or state of the overlay")
+    if state.record is not None:
+        document = state.record.document
+        release = document.get("release") or "tree not a release"
+        commit = document.get("commit") or "unknown"
+        found.append(f"{RECORD}: version {document['overlay']}, {release}, commit {commit}")
+    found += [
+        f"{path}: left by a run that was cut short"
+        for path in tree.leftovers([f.path for f in state.files] + [RECORD], PACKAGE)
+    ]
+    return found
+
+
+def _upstream(file: FileState) -> str:
+    known = f"the file of {', '.join(file.releases)}" if file.variant else "a file that is not pinned"
+    if file.verdict == OVERLAID:
+        whose = "this checkout's" if file.current else "of another version or state of the overlay"
+        return f"overlaid, version {file.version}, {whose}, op {file.op}, over {known}"
+    if file.verdict == PRISTINE:
+        return f"pristine, {known}"
+    if file.verdict == MISSING:
+        return "missing"
+    return "changed by hand after apply" if file.verdict == EDITED else "neither pinned nor overlaid"
+
+
+def expect(tree: Tree, expected: str, ops: tuple[str, ...], manifest: Manifest, overlay: Overlay) -> None:
+    """Raise ExpectationError unless the whole tree is ``overlaid`` with exactly ``ops``, or ``pristine``."""
+    try:
+        problem = (
+            mismatch(tree, ops, manifest, overlay)
+            if expected == "overlaid"
+            else _not_pristine(tree, manifest, overlay)
+        )
+    except OverlayError as error:
+        raise ExpectationError(
+            error.file, f"{expected}: {error.expected}", error.found, error.remedy
+        ) from error
+    if problem is not None:
+        command = f"apply --tree {tree.root} --ops {','.join(ops)}" if expected == "overlaid" else "revert"
+        what = f"{expected} ({', '.join(ops)})" if expected == "overlaid" else expected
+        raise ExpectationError(tree.root, what, problem, f"run {command}, and status again")
+
+
+def mismatch(tree: Tree, ops: tuple[str, ...], manifest: Manifest, overlay: Overlay) -> str | None:
+    """What keeps a tree from being overlaid by this checkout with exactly ``ops``; None when it is."""
+    planned = plan(tree.read, manifest, overlay, ops)
+    for action in planned.actions:
+        if action.changes and action.kind != "record":
+            return f"{action.path} is not as this checkout writes it"
+    state = inspect(tree.read, manifest, overlay)
+    if state.record is None or state.record.previous:
+        return f"{RECORD} is missing or unfinished"
+    record = tree.installed_record()
+    if record is not None and not is_patched_wheel(record):
+        text = tree.read(record) or b""
+        unlisted = [path for path in planned.after() if f"{path},".encode() not in text]
+        if unlisted:
+            return f"{record} does not list {unlisted[0]}"
+    return None
+
+
+def _not_pristine(tree: Tree, manifest: Manifest, overlay: Overlay) -> str | None:
+    state = inspect(tree.read, manifest, overlay)
+    for file in state.files:
+        if file.verdict != PRISTINE:
+            return f"{file.path} is {file.verdict}"
+    planned = plan_revert(tree, manifest, overlay)
+    if planned.changes:
+        return "something of the overlay is left: " + ", ".join(
+            [
+                *planned.leftovers,
+                *(a.path for a in planned.actions),
+                *([planned.installed[0]] if planned.installed else []),
+            ]
+        )
+    return None

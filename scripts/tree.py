@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder with ``megatron/core`` in it: finding it, reading it, and changing it one atomic step at a time.
+
+A killed process leaves each file as it was or as it shall be. What it can leave beside them are a temporary file,
+whose name follows from the file's, and empty folders; the next apply or revert takes both away.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from scripts.errors import StateError, TreeError
+
+INIT = "megatron/core/__init__.py"
+_DEPTH = 4
+_LOOK_AT = 5000
+_PATIENCE_S = 60.0
+
+
+class Tree:
+    """The files below ``root``; paths are posix and relative to it."""
+
+    def __init__(self, root: Path, *, durable: bool = True) -> None:
+        self.root = root
+        self.durable = durable
+
+    @classmethod
+    def locate(cls, path: Path) -> Tree:
+        """The tree at ``path``. Raises TreeError, which names the trees above and below it, if it is none."""
+        root = path.resolve()
+        if (root / INIT).is_file():
+            return cls(root)
+        found = "no such folder" if not root.exists() else "no such file in it"
+        near = [*_editable(root), *_above(root), *_below(root)]
+        remedy = (
+            f"use --tree {' or --tree '.join(near[:3])}" if near else "give the folder that holds megatron/"
+        )
+        raise TreeError(path, f"a folder that has {INIT}", found, remedy)
+
+    def path(self, path: str) -> Path:
+        return self.root.joinpath(*path.split("/"))
+
+    def read(self, path: str) -> bytes | None:
+        """The file's bytes, None where there is none. Raises TreeError for a link, a folder or the like."""
+        target = self.path(path)
+        for part in (*reversed(target.relative_to(self.root).parents[:-1]), target.relative_to(self.root)):
+            if (self.root / part).is_symlink():
+                remedy = "give --tree the folder that the link leads into, or put the file itself there"
+                raise TreeError(part.as_posix(), "a file of the tree itself", "a symbolic link", remedy)
+        try:
+            mode = target.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if not stat.S_ISREG(mode):
+            raise TreeError(path, "a plain file", "something else", "move it away")
+        try:
+            return target.read_bytes()
+        except PermissionError:
+            raise TreeError(path, "a file that can be read", "no permission", "run as its owner") from None
+
+    def require_writable(self, paths: Iterable[str]) -> None:
+        """Raise TreeError unless each file could be replaced; where no write bit is set, root is refused too."""
+        for path in paths:
+            target = self.path(path)
+            folder = target.parent
+            while not folder.exists():
+                folder = folder.parent
+            if not folder.is_dir():
+                name = folder.relative_to(self.root).as_posix()
+                raise StateError(name, "a folder, or nothing", "a file", "move it away, then retry")
+            for item in (target, folder):
+                if item.exists():
+                    self._require_writable(item)
+
+    def _require_writable(self, item: Path) -> None:
+        mode = stat.S_IMODE(item.stat().st_mode)
+        if mode & 0o222 and os.access(item, os.W_OK):
+            return
+        name = item.relative_to(self.root).as_posix()
+        found = f"read-only (mode {mode:04o})" if not mode & 0o222 else "no permission to write"
+        remedy = f"make the tree writable (chmod -R u+w {self.root}) or give a copy of it"
+        raise TreeError(name, "a file or folder that may be written", found, remedy)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other applies and reverts out; waits a minute, then raises StateError. Leaves no file behind."""
+        import fcntl
+
+        fd = os.open(self.path("megatron/core"), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            deadline = time.monotonic() + _PATIENCE_S
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        remedy = "wait until it has finished, or end it, then retry"
+                        found = "another apply or revert at work"
+                        raise StateError("megatron/core", "the tree for itself", found, remedy) from None
+                    time.sleep(0.05)
+                except OSError:
+                    break  # a file system without locks, as some clusters mount: go on, as git and pip would
+            yield
+        finally:
+            os.close(fd)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Replace or add a file. The new one has the old one's mode (0644 if none) and a later modification time."""
+        target = self.path(path)
+        try:
+            old: os.stat_result | None = target.stat()
+        except FileNotFoundError:
+            old = None
+        self._make_folder(target.parent)
+        self.drop_bytecode(path)
+        temporary = self.temporary(path)
+        temporary.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temporary, flags, 0o600)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            self._own(fd, old or self.path(INIT).stat())
+            os.fchmod(fd, stat.S_IMODE(old.st_mode) if old else 0o644)
+            # Bytecode is checked against whole seconds and the size.
+            if old and int(os.fstat(fd).st_mtime) <= int(old.st_mtime):
+                os.utime(fd, (int(old.st_mtime) + 1, int(old.st_mtime) + 1))
+            if self.durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, target)
+
+    def remove(self, path: str) -> None:
+        self.drop_bytecode(path)
+        self.path(path).unlink(missing_ok=True)
+
+    def temporary(self, path: str) -> Path:
+        target = self.path(path)
+        return target.with_name(f".{target.name}.liger-overlay.tmp")
+
+    def sweep(self, paths: Iterable[str], folder: str) -> list[str]:
+        """Take away what a killed run left beside ``paths``, and ``folder`` with its subfolders where empty.
+
+        Returns what is left in ``folder``: files that are not ours.
+        """
+        paths = list(paths)
+        for path in paths:
+            with suppress(NotADirectoryError):
+                self.temporary(path).unlink(missing_ok=True)
+        folders = sorted({p.parent for p in map(self.path, paths)} | {self.path(folder)}, reverse=True)
+        for item in folders:
+            if item.is_relative_to(self.path(folder)):
+                for empty in (item / "__pycache__", item):
+                    with suppress(OSError):
+                        empty.rmdir()
+        top = self.path(folder)
+        return sorted(p.relative_to(self.root).as_posix() for p in top.rglob("*") if not p.is_dir())
+
+    def leftovers(self, paths: Iterable[str], folder: str) -> list[str]:
+        """What a killed run left: temporary files beside ``paths``, and ``folder`` when nothing is in it."""
+        found = [p for path in paths if (p := self.temporary(path)).exists()]
+        top = self.path(folder)
+        if top.is_dir() and not any(p for p in top.rglob("*") if not p.is_dir() and p not in found):
+            found.append(top)
+        return [p.relative_to(self.root).as_posix() for p in found]
+
+    def drop_bytecode(self, path: str) -> None:
+        """Delete what ``__pycache__`` holds for a source file, and the cache when that empties it."""
+        target = self.path(path)
+        cache = target.parent / "__pycache__"
+        if target.suffix != ".py" or cache.is_symlink() or not cache.is_dir():
+            return
+        stale = [item for item in cache.iterdir() if item.match(f"{_literal(target.stem)}.*.pyc")]
+        for item in stale:
+            item.unlink(missing_ok=True)
+        if stale:
+            with suppress(OSError):
+                cache.rmdir()
+
+    def installed_record(self) -> str | None:
+        """RECORD of the megatron-core installed here, relative to the tree; raises TreeError for two of them."""
+        found = sorted(
+            p.relative_to(self.root).as_posix() for p in self.root.glob("megatron_core-*.dist-info/RECORD")
+        )
+        if len(found) > 1:
+            remedy = "uninstall megatron-core until none is left, then install one"
+            raise TreeError(found[1], "one installed megatron-core", f"another, {found[0]}", remedy)
+        return found[0] if found else None
+
+    def says(self) -> str | None:
+        """The version that the tree's ``package_info.py`` claims; nothing is decided by it."""
+        text = (self.read("megatron/core/package_info.py") or b"").decode(errors="replace")
+        parts = [re.search(rf"^{name} = (\d+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]
+        label = re.search(r"^PRE_RELEASE = ['\"]([^'\"]*)", text, re.MULTILINE)
+        if not all(parts):
+            return None
+        return ".".join(part[1] for part in parts if part) + (label[1] if label else "")
+
+    def _make_folder(self, folder: Path) -> None:
+        missing = []
+        while not folder.exists():
+            missing.append(folder)
+            folder = folder.parent
+        for item in reversed(missing):
+            item.mkdir(mode=0o700)
+            self._own(item, self.path(INIT).stat())
+            item.chmod(0o755)
+
+    @staticmethod
+    def _own(item: int | Path, like: os.stat_result) -> None:
+        if os.geteuid() == 0:  # root works on somebody's tree: the files stay theirs
+            with suppress(OSError):
+                os.chown(item, like.st_uid, like.st_gid)
+
+
+def _literal(stem: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", stem)
+
+
+def _above(root: Path) -> list[str]:
+    return [str(parent) for parent in root.parents if (parent / INIT).is_file()][:1]
+
+
+def _below(root: Path) -> list[str]:
+    found: list[str] = []
+    level, looked = [root], 0
+    for _ in range(_DEPTH):
+        deeper: list[Path] = []
+        for folder in level:
+            with suppress(OSError), os.scandir(folder) as entries:
+                for entry in entries:
+                    looked += 1
+                    if looked > _LOOK_AT:
+                        return found
+                    if entry.is_dir(follow_symlinks=False):
+                        deeper.append(Path(entry.path))
+        found += sorted(str(folder) for folder in deeper if (folder / INIT).is_file())
+        level = deeper
+    return found
+
+
+def _editable(root: Path) -> list[str]:
+    """Where the editable install of megatron-core in a site-packages folder has its source."""
+    found = []
+    for info in root.glob("megatron_core-*.dist-info/direct_url.json"):
+        import json
+        from urllib.parse import unquote, urlsplit
+
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            path = Path(unquote(urlsplit(json.loads(info.read_text())["url"]).path))
+            if (path / INIT).is_file():
+                found.append(str(path))
+    return found
