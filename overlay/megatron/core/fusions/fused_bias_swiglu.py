@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# The tail of megatron/core/fusions/fused_bias_swiglu.py. Everything above it is upstream's file, unchanged; from here
-# on its two entry functions are taken over and the rest of its names are left as they are.
+# The tail of megatron/core/fusions/fused_bias_swiglu.py. Above it is upstream's file, unchanged; from here on
+# its entry functions are taken over, and the rest of its names stay what they are.
 
 import functools as _functools
 
@@ -8,9 +8,9 @@ from megatron.core.liger.swiglu import TakenOver as _TakenOver
 
 # entry: bias_swiglu_impl
 #   kind: speed
-#   why: one kernel each way over the [tokens, 2n] buffer, the bias gradient reduced in float32; upstream's compiled
-#     chain splits, recombines and reduces in passes of their own. Also right where upstream raises: a three-dimensional
-#     input that cannot be viewed as two-dimensional, or one without tokens.
+#   why: one pass each way over the [tokens, 2n] buffer and a float32 sum for the bias gradient, where
+#     upstream splits, recombines and reduces. It also serves what upstream raises at: three dimensions that
+#     cannot be viewed as two, and three dimensions without a token.
 #   upstream: none
 #   retires when: upstream's own function reads and writes the one buffer once each way
 _upstream_bias_swiglu_impl = bias_swiglu_impl
@@ -25,8 +25,8 @@ def bias_swiglu_impl(input, bias, *options, **named):
 if "weighted_bias_swiglu_impl" in globals():
     # entry: weighted_bias_swiglu_impl
     #   kind: speed
-    #   why: one kernel each way with a weight for each token, whose gradient comes from the same pass; upstream
-    #     computes the activation a second time for it.
+    #   why: one pass each way that applies each token's weight and gives its gradient, where upstream
+    #     computes the activation a second time for that gradient. It reaches as far as bias_swiglu_impl.
     #   upstream: none
     #   retires when: upstream's own function reads and writes the one buffer once each way
     _upstream_weighted_bias_swiglu_impl = weighted_bias_swiglu_impl

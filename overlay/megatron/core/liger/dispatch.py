@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a call goes, kernel or upstream, and the count of both.
 
-An :class:`Op` is one switch in ``LIGER_MEGATRON`` with one kernel; an :class:`Entry` is one function or class of
-Megatron-Core's interface that was taken over for it. Importing this module touches no device and does not import
-Triton; both happen at the first call of an entry.
+An :class:`Op` is one switch in ``LIGER_MEGATRON`` with one kernel; an :class:`Entry` is a function or class
+that was taken over for it. Triton is imported and a device touched when an entry is first called, not before.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class FallbackError(RuntimeError):
 class Platform:
     """What lies under the kernels in this process.
 
-    ``reason``: why no kernel can run here, or None. ``triton``: Triton's version, or None. ``interpreted``: kernels
-    run in Triton's interpreter, so CPU tensors are served too.
+    ``reason``: why no kernel can run here, or None. ``triton``: Triton's version, or None. ``interpreted``:
+    kernels run in Triton's interpreter, so CPU tensors are served too.
     """
 
     def __init__(self) -> None:
@@ -102,10 +101,12 @@ class Op:
         OPS[name] = self
 
     def load(self) -> Callable[..., Any]:
-        """The kernel's function. Imports Triton; call it only where :class:`Platform` has no reason against it."""
-        module, function = self._kernel.rsplit(".", 1)
-        loaded: Callable[..., Any] = getattr(importlib.import_module(f".kernels.{module}", __package__), function)
-        return loaded
+        """The kernel's function. Imports Triton: for platforms that have no reason against it."""
+        module, name = self._kernel.rsplit(".", 1)
+        function: Callable[..., Any] = getattr(
+            importlib.import_module(f".kernels.{module}", __package__), name
+        )
+        return function
 
     def entry(self, name: str) -> Entry:
         """The entry of that name, the same one each time."""
@@ -145,8 +146,8 @@ class Entry:
             _first_call(self, reason, tensor)
         if SETTINGS.strict:
             raise FallbackError(
-                f"{self.op.name}: {self.name} would run upstream's code ({reason}). {STRICT}=1 makes that an error: "
-                f"change the call, unset {STRICT}, or switch the op off with {SWITCH}=-{self.op.name}"
+                f"{self.op.name}: {self.name} would run upstream's code ({reason}); {STRICT}=1 forbids that. "
+                f"Change the call, unset {STRICT}, or switch the op off with {SWITCH}=-{self.op.name}"
             )
         count = self.upstream.get(reason, 0)
         self.upstream[reason] = count + 1
@@ -154,11 +155,16 @@ class Entry:
             _logged[self.op.name].add(reason)
             LOGGER.warning("%s: %s runs upstream's code: %s", self.op.name, self.name, reason)
 
-    @torch.compiler.assume_constant_result
     def traced(self) -> None:
-        """Count a call in code that torch.compile traces: at each trace, since a compiled graph counts nothing."""
-        self.fell_back(COMPILING)
+        """Count a call that torch.compile traces: once a trace, because a compiled graph counts nothing."""
+        _count_trace(self)
 
+
+# Run by the tracer, not traced: a counter read in a graph would be a guard that fails at each call.
+_compiler: Any = torch.compiler
+_count_trace: Callable[[Entry], None] = _compiler.assume_constant_result(
+    lambda entry: entry.fell_back(COMPILING)
+)
 
 OPS: dict[str, Op] = {}
 job_pending = True
@@ -192,9 +198,9 @@ def counters() -> dict[str, dict[str, Any]]:
     """How often each op ran, and where. Reads Python numbers only: no device is touched.
 
     Returns:
-        ``{op: {"entries": {entry: {"kernel": n, "off": n, "upstream": {reason: n}}}, "launches": {kernel: n}}}``.
-        ``kernel``: calls served by the kernel (zero-element ones launch nothing). ``off``: calls while the op was
-        switched off. ``upstream``: fallbacks, by reason. ``launches``: kernels put on the device, backward included.
+        ``{op: {"entries": {name: {"kernel": n, "off": n, "upstream": {reason: n}}}, "launches": {name: n}}}``
+        with the calls that the kernel served (one without elements launches nothing), the calls of an op that
+        is switched off, the fallbacks, and the kernels launched, backward included.
     """
     launched = launches()
     return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two lines of a job: one at the first call of an entry, one with the counts at exit, both on rank 0 only.
+"""The two lines of a job, on rank 0: one at the first call of an entry, one with the counts at exit.
 
 They are the proof that a job runs this overlay. Neither may ever stop a job, so both give up on any error.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +18,12 @@ from .version import OVERLAY_VERSION
 _RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 _pid = os.getpid()
 _announced = False
-_rank: int | None = None
 
 
 def rank() -> int:
     """This process's rank: from torch.distributed, else from what the launcher set, else 0."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
+        return int(torch.distributed.get_rank())
     for name in _RANK:
         if os.environ.get(name, "").isdecimal():
             return int(os.environ[name])
@@ -51,13 +48,10 @@ def _print(line: str) -> None:
 
 
 def announce(entry: dispatch.Entry, reason: str | None, tensor: Any) -> None:
-    """The line at the first call: what each op runs on. ``reason``: why this call does not run on the kernel."""
-    global _announced, _rank
+    """The line at the first call. ``reason``: why that call does not run on the kernel, or None."""
+    global _announced
     try:
-        if os.getpid() != _pid:
-            return
-        _rank = rank()
-        if _rank != 0:
+        if os.getpid() != _pid or rank() != 0:
             return
         device = tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu"
         platform = dispatch.platform()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report: what is installed, enabled, usable and used; and which ``megatron.core`` a script would import."""
+"""Report: what is installed, enabled, usable and used, and which ``megatron.core`` a script would import."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from . import dispatch, installed, job
 from .settings import OPS, SETTINGS
 from .version import OVERLAY_VERSION
 
-# Run by a fresh interpreter: argv[1] takes the place that `python SCRIPT` gives the script's folder (argv[2]: also with
-# a safe path). Finders are asked for megatron and megatron.core without importing either: the first folder of the
-# namespace package that holds core wins, and a megatron/__init__.py ends the namespace.
+# Run by a fresh interpreter: argv[1] takes the place that `python SCRIPT` gives the script's folder (argv[2]:
+# with a safe path too). Finders are asked for megatron and megatron.core, and neither is imported: the first
+# folder of the namespace package that holds core wins, and a megatron/__init__.py ends the namespace.
 _FINDER = """
-import importlib.util, json, sys
+import sys
 safe = getattr(sys.flags, "safe_path", False)
 if not safe:
     del sys.path[0]
+import importlib.util, json
 if not safe or sys.argv[2] == "1":
     sys.path.insert(0, sys.argv[1])
 core = None
@@ -42,8 +43,8 @@ print(json.dumps(core.origin if core is not None else None))
 def core_of_script(script: Path) -> Path | None:
     """The ``megatron/core`` folder that ``python SCRIPT`` imports, or None when it finds none.
 
-    The script is not run, and its own changes of ``sys.path`` are not known. PYTHONPATH, PYTHONSAFEPATH, ``.pth`` files
-    and editable installs count, as in a fresh run of this interpreter.
+    The script is not run, so what it does to ``sys.path`` itself is not known. PYTHONPATH, PYTHONSAFEPATH,
+    ``.pth`` files and editable installs count, as in a fresh run of this interpreter.
 
     Raises:
         FileNotFoundError: there is no such script.
@@ -53,7 +54,7 @@ def core_of_script(script: Path) -> Path | None:
     script = script.resolve()  # Python, too, takes the folder that a link leads to
     whole = script.is_dir() or zipfile.is_zipfile(script)
     command = [sys.executable, "-c", _FINDER, str(script if whole else script.parent), "1" if whole else "0"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=os.sep)
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
     origin = json.loads(found.stdout.splitlines()[-1])
     return Path(origin).resolve().parent if origin else None
 
@@ -88,16 +89,16 @@ def _device() -> str:
 
 
 def report(script: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """What this overlay is and does in this process, as plain data (``python -m megatron.core.liger --json``).
+    """What this overlay is and does in this process, as plain data (the command line's ``--json``).
 
     Args:
         script: a Python script; adds ``script``, which ``megatron.core`` it would import.
 
     Returns:
-        ``overlay``, ``commit``, ``release``, ``files_as_in``, ``core``, ``python``, ``torch``, ``triton``, ``device``;
-        ``ops``: for each ``installed``, ``enabled``, ``in_place``, ``usable``, ``why_not``, ``used`` and its
-        :func:`counters`; ``files``: each file of the record with its hash; ``strict``; ``script``, or None; ``problems``:
-        texts, none when all is well.
+        ``overlay``, ``commit``, ``release``, ``files_as_in``, ``core``, ``python``, ``torch``, ``triton``,
+        ``device``, ``strict``; ``ops``: for each ``installed``, ``enabled``, ``in_place``, ``usable``,
+        ``why_not``, ``used`` (calls on the kernel) and its counters; ``files``: each file of the record, with
+        its hashes; ``script``: None without one; ``problems``: texts, none when all is well.
 
     Raises:
         FileNotFoundError: there is no such script.
@@ -145,7 +146,9 @@ def _problems(record: dict[str, Any] | None, data: dict[str, Any]) -> list[str]:
         problems.append(f"the record is of overlay {record.get('overlay')}, this code of {OVERLAY_VERSION}")
     for path, entry in data["files"].items():
         if entry["state"] != installed.INSTALLED:
-            problems.append(f"{path}: {entry['state']} (sha256 {entry['found']}, expected {entry['expected']})")
+            problems.append(
+                f"{path}: {entry['state']} (sha256 {entry['found']}, expected {entry['expected']})"
+            )
     script = data["script"]
     if script and script["core"] is None:
         problems.append(f"{script['script']} would find no megatron.core")
@@ -171,11 +174,15 @@ def text(data: dict[str, Any]) -> str:
     lines = [
         f"liger overlay {data['overlay']} for Megatron-Core {release}, commit {data['commit'] or 'unknown'}",
         f"  {data['core']}",
-        f"  python {data['python']}, torch {data['torch']}, triton {data['triton'] or 'none'}, device {data['device']}",
+        "  "
+        + ", ".join(f"{name} {data[name] or 'none'}" for name in ("python", "torch", "triton", "device")),
         "ops (a job counts its own uses and prints them on rank 0; this process has just begun)",
         *(_op_line(name, op) for name, op in data["ops"].items()),
         "files",
-        *(f"  {entry['state']}: {path} {(entry['found'] or 'missing')[:12]}" for path, entry in data["files"].items()),
+        *(
+            f"  {entry['state']}: {path} {(entry['found'] or 'missing')[:12]}"
+            for path, entry in data["files"].items()
+        ),
     ]
     if script := data["script"]:
         which = "this one" if script["this"] else "another one"
@@ -188,7 +195,7 @@ def text(data: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns 0 when all is well, 1 when a file changed or the overlay is shadowed, 2 for misuse."""
+    """Run the command line: 1 when a file changed or the overlay is shadowed, else 0; misuse exits with 2."""
     import argparse
 
     parser = argparse.ArgumentParser(

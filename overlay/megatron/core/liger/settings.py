@@ -33,8 +33,8 @@ class SettingsError(ValueError):
 class Settings:
     """What the environment asks for.
 
-    ``enabled``: ops that run on the kernel where they can. ``strict``: a fallback of an enabled op is an error.
-    ``in_place``: ops whose backward reuses the saved activation's memory for the gradient.
+    ``enabled``: ops that run on the kernel where they can. ``strict``: a fallback of an enabled op is an
+    error. ``in_place``: ops whose backward reuses the saved activation's memory for the gradient.
     """
 
     enabled: frozenset[str]
@@ -60,8 +60,8 @@ def _enabled(value: str) -> frozenset[str]:
     if value == "0":
         return frozenset()
     right = (
-        "0 (all off), 1 or default (all on), or a comma-separated list in which NAME switches on only what is "
-        f"named, default,NAME adds and -NAME removes; names: {', '.join(OPS)}"
+        "0 (all off), 1 or default (all on), or a comma-separated list: NAME for only what is named, "
+        f"default,NAME to add, -NAME to remove; names: {', '.join(OPS)}"
     )
     allowed = ("default", *OPS, *(f"-{op}" for op in OPS))
     items = _items(SWITCH, value, allowed, right)
@@ -72,7 +72,9 @@ def _enabled(value: str) -> frozenset[str]:
 
 def _strict(value: str) -> bool:
     if value not in ("", "0", "1"):
-        raise SettingsError(f"{STRICT}={value!r}: right are 0 (fall back and log it) and 1 (a fallback is an error)")
+        raise SettingsError(
+            f"{STRICT}={value!r}: right are 0 (fall back and log it) and 1 (a fallback is an error)"
+        )
     return value == "1"
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="misc"
 """SwiGLU: which calls the kernel serves, for the taken-over functions and for :class:`LigerMegatronSwiGLU`.
 
 One decision, :func:`unserved`, made from types, dtypes, shapes, devices and settings, never from values.
@@ -21,6 +22,7 @@ _MODULE = OP.entry("LigerMegatronSwiGLU")
 
 FP8_INPUT_STORE = "fp8_input_store"
 CPU_OFFLOAD_INPUT = "cpu_offload_input"
+OPTIONS = "options that upstream's function does not have"
 NOT_PLAIN = "an argument that is no plain tensor"
 DTYPE = "a dtype other than bfloat16, float16 and float32"
 DIMENSIONS = "input with other than 2 or 3 dimensions"
@@ -82,17 +84,20 @@ def unserved(input: torch.Tensor, bias: torch.Tensor | None, *weights: torch.Ten
 def run(
     in_place: bool, input: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The kernel's result for tensors that :func:`unserved` has nothing against: ``[..., 2n]`` to ``[..., n]``."""
+    """The kernel's result, ``[..., n]``, for tensors that :func:`unserved` has nothing against."""
     global _kernel
     if _kernel is None:
         _kernel = OP.load()
     return _kernel(input, bias, weights, in_place=in_place)
 
 
-@torch.compiler.disable
-def _run_eagerly(in_place: bool, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _serve(in_place: bool, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     _MODULE.served(input)
     return run(in_place, input, bias)
+
+
+_compiler: Any = torch.compiler
+_serve_outside_graphs = _compiler.disable(_serve)
 
 
 class TakenOver:
@@ -110,20 +115,16 @@ class TakenOver:
         self.options = tuple(inspect.signature(upstream).parameters)[tensors:]
 
     def asks_for(self, options: Sequence[Any], named: Mapping[str, Any]) -> str | None:
-        """The first option in use that the kernel does not serve: its reason, or None.
-
-        Raises:
-            TypeError: more options than upstream's function has, an unknown name, or one given twice.
-        """
-        given = dict(zip(self.options, options))
-        if len(options) > len(self.options) or not named.keys() <= set(self.options[len(options) :]):
-            raise TypeError(f"{self.entry.name}() takes the options {', '.join(self.options)}, each once")
-        for name, value in (*given.items(), *named.items()):
+        """Why the kernel does not serve these options, by position and by name, or None when it does."""
+        given = (*zip(self.options, options), *named.items())
+        if len(given) != len(options) + len(named) or not named.keys() <= set(self.options[len(options) :]):
+            return OPTIONS
+        for name, value in given:
             if name in (FP8_INPUT_STORE, CPU_OFFLOAD_INPUT):
                 if value:
                     return name
             elif value is not None:  # an option of a later release
-                return f"option {name}"
+                return name
         return None
 
     def __call__(
@@ -151,7 +152,7 @@ class TakenOver:
 class LigerMegatronSwiGLU(nn.Module):
     """SwiGLU as a module: for a hand-built spec, or in the place of ``bias_swiglu_impl``.
 
-    ``MLPSubmodules(activation_func=LigerMegatronSwiGLU)`` works: Megatron-Core builds it with ``config=config``.
+    ``MLPSubmodules(activation_func=LigerMegatronSwiGLU)`` works: Megatron-Core builds it with its config.
 
     Args:
         fallback_impl: called as ``bias_swiglu_impl`` is, for what the kernel does not serve.
@@ -179,7 +180,7 @@ class LigerMegatronSwiGLU(nn.Module):
             ("glu_linear_offset", 0.0),
         ):
             if (value := getattr(config, name, right)) != right:
-                raise ValueError(f"LigerMegatronSwiGLU computes silu(gate) * up, which config.{name}={value!r} is not")
+                raise ValueError(f"LigerMegatronSwiGLU is silu(gate) * up, but config.{name} is {value!r}")
 
     def forward(
         self,
@@ -206,7 +207,7 @@ class LigerMegatronSwiGLU(nn.Module):
         if input.dim() not in (2, 3):
             raise ValueError(f"input must be [tokens, 2n] or [s, b, 2n], not {list(input.shape)}")
         if input.size(-1) % 2 or not input.size(-1):
-            raise ValueError(f"the last dimension holds gate and up, so it must be 2n with n > 0, not {input.size(-1)}")
+            raise ValueError(f"the last dimension must be 2n, gate and up, with n > 0, not {input.size(-1)}")
         compiling = torch.compiler.is_compiling()
         if not OP.enabled:
             reason: str | None = OFF
@@ -217,11 +218,8 @@ class LigerMegatronSwiGLU(nn.Module):
         else:
             reason = unserved(input, bias)
         if reason is None:
-            in_place = self.in_place or OP.in_place
-            if compiling:
-                return _run_eagerly(in_place, input, bias)
-            _MODULE.served(input)
-            return run(in_place, input, bias)
+            serve: Callable[..., torch.Tensor] = _serve_outside_graphs if compiling else _serve
+            return serve(self.in_place or OP.in_place, input, bias)
         if self.fallback_impl is None:
             raise RuntimeError(
                 f"LigerMegatronSwiGLU does not serve this call: {reason}. Give it a fallback_impl, such as "
