@@ -23,7 +23,7 @@ from scripts import source
 from scripts.apply import split_ops
 from scripts.errors import SourceError, TreeError, UsageError
 from scripts.manifest import Manifest, PinnedFile, Release, load
-from scripts.overlay import PACKAGE, RECORD, ROOT, Overlay, load_overlay, sha256
+from scripts.overlay import PACKAGE, ROOT, Overlay, load_overlay, sha256
 from scripts.tree import Tree
 from scripts.verify import OVERLAID, Plan, inspect, plan
 from scripts.wheelpack import Wheel, read_licenses, read_wheel, repack
@@ -31,13 +31,8 @@ from scripts.wheelpack import Wheel, read_licenses, read_wheel, repack
 DIST = ROOT / "dist"
 
 _EPOCH = 315532800  # 1980-01-01, the earliest time that a zip file can hold
-_BUILT = (
-    "__pycache__",
-    "*.pyc",
-    "*.so",
-    "*.pyd",
-    "*.egg-info",
-)  # left in a checkout by running or building it
+# What running or building leaves in a checkout.
+_LEFTOVERS = ("__pycache__", "*.pyc", "*.so", "*.pyd", "*.egg-info")
 
 
 def main(argv: list[str]) -> int:
@@ -149,13 +144,15 @@ def _copy_sources(root: Path, dest: Path) -> None:
 
     def ignore(folder: str, names: list[str]) -> set[str]:
         ours = {PACKAGE.rsplit("/", 1)[1]} if Path(folder) == (root / PACKAGE).parent else set()
-        return shutil.ignore_patterns(*_BUILT)(folder, names) | ours
+        return shutil.ignore_patterns(*_LEFTOVERS)(folder, names) | ours
 
     dest.mkdir()
     for item in root.iterdir():
         if item.is_file():
             shutil.copyfile(item, dest / item.name)
     shutil.copytree(root / "megatron", dest / "megatron", ignore=ignore)
+    for item in dest.rglob("*"):  # a build copies modes into the wheel, and a checkout has them from a umask
+        item.chmod(0o755 if item.is_dir() or item.stat().st_mode & 0o100 else 0o644)
 
 
 def _build(copy: Path, out: Path, shown: Path) -> Wheel:
@@ -171,6 +168,7 @@ def _build(copy: Path, out: Path, shown: Path) -> Wheel:
     done = subprocess.run(
         command,
         env=environment,
+        umask=0o022,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -215,7 +213,7 @@ def _report(patched: Patched, path: Path) -> None:
     kinds = [action.kind for action in planned.actions]
     as_in = ", ".join(planned.files_as_in)
     if planned.release is None:
-        as_in += " (from a tree, which that does not make a release)"
+        as_in += "; that does not make it the release"
     print(shown)
     print(f"  {len(patched.data)} bytes, sha256 {sha256(patched.data)}")
     print(f"  from {patched.upstream.filename}, files as in {as_in}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repack a wheel with other and more files under a labelled version.
 
-Members that stay keep their headers and their compressed bytes, changed and new ones are stored with a fixed time
-and mode: the result is a function of the wheel and the files, on any machine.
+Members that stay keep their headers and their compressed bytes, changed and new ones are stored with a fixed
+time and mode: the result is a function of the wheel and the files, on any machine.
 """
 
 from __future__ import annotations
