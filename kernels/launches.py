@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launchers of all kernels share: the count of launches, the shape of one, rows and devices of tensors."""
+"""What the launchers of all kernels share: launch counts, launch shapes, rows and devices of tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAUNCHES: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel is launched: a program's tile of `rows` × `block` columns, its warps and pipeline stages."""
+    """How a kernel is launched: a program's tile of `rows` × `block` columns, warps, pipeline stages."""
 
     rows: int
     block: int

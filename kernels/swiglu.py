@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator,misc"
-"""SwiGLU over one buffer: `silu(gate) · up`, with the gate in columns [0, n) and up in [n, 2n) of the same row.
+"""SwiGLU over one buffer: `silu(gate) · up`, the gate in columns [0, n) and up in [n, 2n) of the same row.
 
-The kernels address both halves through one pointer, so nothing is chunked, copied or concatenated: the forward moves
-3n elements a row, the backward 5n, and that is the least there is. The bias gradient takes no atomics: every program
-walks a fixed set of rows with its sums in registers and writes them once, to its own row of a small float32 buffer.
+The kernels address both halves through one pointer, so nothing is chunked, copied or concatenated: the forward
+moves 3n elements a row, the backward 5n, and less is not possible. The bias gradient takes no atomics: every
+program walks a fixed set of rows with its sums in registers and writes them once, to its own row of a small
+float32 buffer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ WEIGHT_DTYPES = (*DTYPES, torch.float64)
 def swiglu_reference(
     y: torch.Tensor, bias: torch.Tensor | None = None, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The same in plain PyTorch, computed in the dtypes given: `y` `[..., 2n]`, `bias` `[2n]`, `weights` `[..., 1]`."""
+    """The same in plain PyTorch, in the dtypes given: `y` `[..., 2n]`, `bias` `[2n]`, `weights` `[..., 1]`."""
     if bias is not None:
         y = y + bias
     gate, up = y.chunk(2, dim=-1)
@@ -38,10 +39,11 @@ def swiglu_reference(
 # --- Launch choices ---
 
 VECTOR_BYTES = 16  # the widest access of one thread
-WARP_BYTES = 32 * VECTOR_BYTES
+WARP_SIZE = 64 if torch.version.hip else 32
+MAX_THREADS = 1024  # of one program, on every device
 
-# A tile is never smaller: narrow rows share a program. It also gives each element exactly one thread, which in place
-# needs: a second thread that held the same element could read it after the first has overwritten it.
+# A tile is never smaller: narrow rows share a program. It also gives each element exactly one thread, which
+# in place needs: a second thread that held the same element could read it after the first has overwritten it.
 MIN_TILE_BYTES = 4096
 
 # Widest block of columns, in bytes of one operand. Up to here a row is one program's.
@@ -67,19 +69,19 @@ _LIMITS = {
 
 
 @functools.cache
-def choose_launch(kernel: str, n: int, element_size: int) -> Launch:
+def choose_launch(kernel: str, n: int, element_size: int, warp_size: int = WARP_SIZE) -> Launch:
     """The launch of `kernel` (forward, backward or bias_backward) for rows of `n` gate columns."""
     max_block_bytes, vectors, stages = _LIMITS[kernel]
     block = min(max(next_power_of_2(n), 16), max_block_bytes // element_size)
     rows = max(1, MIN_TILE_BYTES // (block * element_size))
-    warps = rows * block * element_size // (WARP_BYTES * vectors)
-    return Launch(rows, block, min(max(warps, 1), 32), stages)
+    threads = min(rows * block * element_size // (vectors * VECTOR_BYTES), MAX_THREADS)
+    return Launch(rows, block, max(1, threads // warp_size), stages)
 
 
-# --- Kernels ---
-# Bare names are pointers, p_ addresses, b_ loaded blocks, o_ offsets, m_ masks, i_ program indices. Rows are counted
-# in 64 bits before a stride multiplies them. `rows` changes with every batch and must not specialise; n, the strides
-# and the block counts belong to the model, and Triton derives the 16-byte accesses from them.
+# --- Kernels --- Bare names are pointers, p_ addresses, b_ loaded blocks, o_ offsets, m_ masks, i_ program
+# indices. Rows are counted in 64 bits before a stride multiplies them. `rows` changes with every batch and
+# must not specialise; n, the strides and the block counts belong to the model, and Triton derives the 16-byte
+# accesses from them.
 
 
 @triton.jit
@@ -209,7 +211,7 @@ def swiglu_bias_backward_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Program (split, column block) takes every `splits`-th row block and writes row `split` of `partials` `[splits, 2n]`."""
+    """Program (split, column block) takes every `splits`-th row block and fills row `split` of `partials`."""
     i_program = tl.program_id(0)
     i_split = i_program // column_blocks
     o_n = (i_program % column_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -419,7 +421,9 @@ class SwiGLUFunction(torch.autograd.Function):
         if y.numel() == 0:
             dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needs_y else None
             dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=y.device) if needs_bias else None
-            dweights = torch.zeros(weights.shape, dtype=weights.dtype, device=y.device) if needs_weights else None
+            dweights = (
+                torch.zeros(weights.shape, dtype=weights.dtype, device=y.device) if needs_weights else None
+            )
             return dy, dbias, dweights, None
 
         stride_y = stride_dy = ctx.stride_y
@@ -444,22 +448,30 @@ def _check(y: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | N
     if y.dtype not in DTYPES:
         raise TypeError(f"swiglu: y is {y.dtype}; it must be bfloat16, float16 or float32")
     if y.dim() == 0 or y.shape[-1] % 2:
-        raise ValueError(f"swiglu: y has shape {tuple(y.shape)}; its last dimension must hold gate and up, so be even")
+        raise ValueError(
+            f"swiglu: y has shape {tuple(y.shape)}; its last dimension must hold gate and up, so be even"
+        )
     if bias is not None:
         if weights is not None:
             raise NotImplementedError("swiglu: bias together with weights is not supported")
         if bias.dtype != y.dtype:
             raise TypeError(f"swiglu: bias is {bias.dtype} and y {y.dtype}; they must be the same")
         if bias.dim() != 1 or bias.shape[0] != y.shape[-1]:
-            raise ValueError(f"swiglu: bias has shape {tuple(bias.shape)}; y {tuple(y.shape)} needs ({y.shape[-1]},)")
+            raise ValueError(
+                f"swiglu: bias has shape {tuple(bias.shape)}; y {tuple(y.shape)} needs ({y.shape[-1]},)"
+            )
         if bias.device != y.device:
             raise ValueError(f"swiglu: bias is on {bias.device} and y on {y.device}")
     if weights is not None:
         if weights.dtype not in WEIGHT_DTYPES:
-            raise TypeError(f"swiglu: weights are {weights.dtype}; they must be floating point, 16 bits or more")
+            raise TypeError(
+                f"swiglu: weights are {weights.dtype}; they must be floating point, 16 bits or more"
+            )
         rows = y.shape[:-1].numel()
         if weights.shape != (rows, 1) and weights.shape != (*y.shape[:-1], 1):
-            raise ValueError(f"swiglu: weights have shape {tuple(weights.shape)}; y {tuple(y.shape)} needs ({rows}, 1)")
+            raise ValueError(
+                f"swiglu: weights have shape {tuple(weights.shape)}; y {tuple(y.shape)} needs ({rows}, 1)"
+            )
         if weights.device != y.device:
             raise ValueError(f"swiglu: weights are on {weights.device} and y on {y.device}")
 
@@ -476,15 +488,15 @@ def swiglu(
     All arithmetic is in float32 and each result is rounded once, when it is stored.
 
     Args:
-        y: `[..., 2n]`, bfloat16, float16 or float32, any strides. Rows without a common stride are copied once.
-        bias: `[2n]` in the dtype of `y`, added to each row first. Its gradient is summed in float32, always in the
-            same order, and has the dtype of the bias.
-        weights: `[rows, 1]` (or `[..., 1]`), a factor for each row, any floating dtype from 16 bits on, any strides.
-            The gradient has the dtype of the weights.
-        in_place: let the backward write the gradient of `y` over `y`. Autograd is told: a second backward, or another
-            operation that saved `y` and whose backward comes later, raises its usual error. A new buffer is taken all
-            the same where `y` is a leaf or a view of one (whose data must survive), overlaps itself (an expanded
-            tensor), or had to be copied.
+        y: `[..., 2n]`, bfloat16, float16 or float32, any strides. Rows with no common stride are copied once.
+        bias: `[2n]` in the dtype of `y`, added to each row first. Its gradient is summed in float32, always in
+            the same order, and has the dtype of the bias.
+        weights: `[rows, 1]` (or `[..., 1]`), a factor for each row, any floating dtype of 16 bits or more, any
+            strides. The gradient has the dtype of the weights.
+        in_place: let the backward write the gradient of `y` over `y`. Autograd is told: a second backward, or
+            another operation that saved `y` and whose backward comes later, raises its usual error. A new
+            buffer is taken all the same where `y` is a leaf or a view of one (whose data must survive),
+            overlaps itself (an expanded tensor), or had to be copied.
 
     Returns:
         `[..., n]` in the dtype of `y`: a contiguous tensor that owns its storage.

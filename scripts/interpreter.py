@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounding in Triton's interpreter, which runs the kernels where there is no accelerator.
 
-A compiled kernel rounds float32 to bfloat16 to nearest, ties to even. The interpreter cuts the low bits off (seen in
-Triton 3.2 to 3.9), so results would be wrong by up to a unit in the last place, always towards zero.
+A compiled kernel rounds float32 to bfloat16 to nearest, ties to even. The interpreter cuts the low bits off
+(seen in Triton 3.2 to 3.9), so results would be wrong by up to a unit in the last place, always towards zero.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# A bfloat16 is a float32's upper half. Ties to even on either side, a carry into the exponent, one into infinity, just
-# above and below a tie, negative, subnormal.
+# A bfloat16 is a float32's upper half. Ties to even on either side, a carry into the exponent, one into
+# infinity, just above and below a tie, negative, subnormal.
 _PROBE = (
     (0x3F808000, 0x3F80),
     (0x3F818000, 0x3F82),
@@ -40,7 +40,9 @@ def rounds_to_nearest() -> bool:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    values = np.array([bits for bits, _ in _PROBE] + [0x7F800001, 0xFFC00000], dtype=np.uint32).view(np.float32)
+    values = np.array([bits for bits, _ in _PROBE] + [0x7F800001, 0xFFC00000], dtype=np.uint32).view(
+        np.float32
+    )
     handle = interpreter.TensorHandle(values, tl.float32)
     got = interpreter.interpreter_builder.cast_impl(handle, tl.bfloat16).data.view(np.uint16)
     right = [bits for _, bits in _PROBE]
@@ -48,7 +50,7 @@ def rounds_to_nearest() -> bool:
 
 
 def round_bf16_to_nearest_even() -> bool:
-    """Make the interpreter round to nearest even. True if it had to be changed, False if it was right already.
+    """Make the interpreter round to nearest even. True if that took a change, False if it did so already.
 
     Raises:
         RuntimeError: this Triton's interpreter is wrong and built differently from those known.
@@ -71,5 +73,7 @@ def round_bf16_to_nearest_even() -> bool:
     interpreter._convert_float = convert
     if not rounds_to_nearest():
         interpreter._convert_float = original
-        raise RuntimeError("Triton's interpreter does not round to bfloat16 as compiled kernels do, and cannot be changed")
+        raise RuntimeError(
+            "Triton's interpreter does not round to bfloat16 as compiled kernels do, and cannot be changed"
+        )
     return True

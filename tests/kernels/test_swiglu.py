@@ -1,0 +1,774 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SwiGLU's kernels against float64, in Triton's interpreter or, where there is a GPU, compiled."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from liger_kernels import launches
+from liger_kernels import swiglu as module
+from liger_kernels.swiglu import swiglu, swiglu_reference
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+MODES = ["plain", "bias", "weights"]
+
+# The regimes of a launch. n = 1 and 3: odd, no wide access, a hundred rows and more to a program. 128: many
+# rows to a program, all lanes used. 1000: a multiple of 8 only, masked tail. 1536: a tail that is a multiple
+# of 16 (an expert of Qwen3-235B). 4864 (Qwen2.5-0.5B) and 14336 (Llama 3 8B): one and several column blocks,
+# whatever the element size.
+COLUMNS = [1, 3, 128, 1000, 1536, 4864, 14336]
+# One row, an even and an odd number, and more than the rows of one program or of one split of the bias
+# gradient.
+ROWS = [1, 2, 7, 33]
+
+# Beyond the one rounding at the store: float32 arithmetic of a dozen operations and an exponential of 2
+# units.
+ARITHMETIC = 16 * 2.0**-24
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fresh memory holds NaN, so that an element that nobody writes shows."""
+
+    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wrapper(*args: object, **kwargs: object) -> torch.Tensor:
+            fresh = allocate(*args, **kwargs)
+            return fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh
+
+        return wrapper
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", poisoned(torch.empty))
+        patch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+        yield
+
+
+@pytest.fixture
+def launched() -> Counter[str]:
+    """The count of launches, from zero."""
+    launches.LAUNCHES.clear()
+    return launches.LAUNCHES
+
+
+@dataclass
+class Result:
+    out: torch.Tensor
+    dy: torch.Tensor | None
+    dbias: torch.Tensor | None
+    dweights: torch.Tensor | None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+Inputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def leaf(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.detach().requires_grad_()
+
+
+def run(
+    function: Callable[..., torch.Tensor],
+    inputs: Inputs,
+    dout: torch.Tensor,
+    dtype: torch.dtype | None = None,
+) -> Result:
+    """Output and gradients of `function`, all computed in `dtype` if given."""
+    y, bias, weights = (x if x is None or dtype is None else x.to(dtype) for x in inputs)
+    y, bias, weights = leaf(y), leaf(bias), leaf(weights)
+    out = function(y, bias, weights)
+    out.backward(dout if dtype is None else dout.to(dtype))
+    return Result(
+        out.detach(), y.grad, None if bias is None else bias.grad, None if weights is None else weights.grad
+    )
+
+
+def make(
+    mode: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_dtype: torch.dtype | None = None,
+) -> tuple[Inputs, torch.Tensor]:
+    """Fresh random inputs and an output gradient. `shape` is that of the output."""
+    wide = (*shape[:-1], 2 * shape[-1])
+    y = torch.randn(wide, device=device).to(dtype)
+    bias = torch.randn(wide[-1], device=device).to(dtype) if mode == "bias" else None
+    rows = torch.Size(shape[:-1]).numel()
+    weights = (
+        torch.rand(rows, 1, device=device).to(weight_dtype or torch.float32) if mode == "weights" else None
+    )
+    return (y, bias, weights), torch.randn(shape, device=device).to(dtype)
+
+
+def scales(inputs: Inputs, dout: torch.Tensor) -> dict[str, torch.Tensor]:
+    """For each result the magnitudes of its terms, summed in float64: what its error scales with."""
+    y, bias, weights = (None if x is None else x.double() for x in inputs)
+    dout = dout.double().abs()
+    gate, up = (y if bias is None else y.abs() + bias.abs()).abs().chunk(2, -1)
+    out, dup = gate * up, dout * gate
+    dgate = dout * up * (1 + gate)
+    if weights is not None:
+        dweights = (dout * out).sum(-1, keepdim=True)
+        weights = weights.abs()
+        out, dgate, dup = out * weights, dgate * weights, dup * weights
+        return {"out": out, "dy": torch.cat((dgate, dup), -1), "dweights": dweights}
+    dy = torch.cat((dgate, dup), -1)
+    return {"out": out, "dy": dy, "dbias": dy.reshape(-1, dy.shape[-1]).sum(0)}
+
+
+def check(inputs: Inputs, dout: torch.Tensor, got: Result) -> None:
+    """`got` is rounded once, and no further from float64 than PyTorch's computation in these dtypes."""
+    exact = run(swiglu_reference, inputs, dout, torch.float64).tensors()
+    native = run(swiglu_reference, inputs, dout).tensors()
+    scale = scales(inputs, dout)
+    assert got.tensors().keys() == exact.keys()
+    for name, value in got.tensors().items():
+        assert value.dtype == native[name].dtype, name
+        assert value.shape == native[name].shape, name
+        half_unit = torch.finfo(value.dtype).eps / 2
+        error = (value.double() - exact[name]).abs()
+        # 2^-24: half the smallest subnormal of float16; the other two's are far smaller still.
+        allowed = half_unit * exact[name].abs() + ARITHMETIC * scale[name]
+        allowed += 2.0**-25 if value.dtype == torch.float16 else 1e-37
+        worst = (error - allowed).max() if error.numel() else torch.zeros(())
+        assert worst <= 0, f"{name}: {worst:.2e} above one rounding"
+        if value.numel() >= 256:  # fewer can be lucky in PyTorch's computation and unlucky in ours
+            theirs = (native[name].double() - exact[name]).norm()
+            assert error.norm() <= theirs + ARITHMETIC * exact[name].norm(), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", COLUMNS)
+def test_against_float64(n: int, dtype: torch.dtype, mode: str, device: torch.device) -> None:
+    for rows in ROWS if n < 10000 else ROWS[:3]:
+        inputs, dout = make(mode, (rows, n), dtype, device)
+        check(inputs, dout, run(swiglu, inputs, dout))
+
+
+@pytest.mark.parametrize("mode", ["plain", "bias"])
+@pytest.mark.parametrize("shape", [(5,), (1, 24), (3, 2, 24), (2, 1, 3, 24)], ids=str)
+def test_any_number_of_dimensions(shape: tuple[int, ...], mode: str, device: torch.device) -> None:
+    inputs, dout = make(mode, shape, torch.bfloat16, device)
+    check(inputs, dout, run(swiglu, inputs, dout))
+
+
+def test_many_rows_to_a_split_of_the_bias_gradient(device: torch.device) -> None:
+    rows = 2000 if device.type == "cpu" else 100_000
+    inputs, dout = make("bias", (rows, 24), torch.bfloat16, device)
+    check(inputs, dout, run(swiglu, inputs, dout))
+
+
+# --- Values known in advance ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_known_values(dtype: torch.dtype, device: torch.device) -> None:
+    y = torch.tensor([[1.0, 2.0]], dtype=dtype, device=device)
+    result = run(swiglu, (y, None, None), torch.ones(1, 1, dtype=dtype, device=device))
+    close = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        result.out.cpu().double(), torch.tensor([[1.462117]]).double(), rtol=close, atol=1e-6
+    )
+    expected = torch.tensor([[1.855341, 0.731059]]).double()
+    assert result.dy is not None
+    torch.testing.assert_close(result.dy.cpu().double(), expected, rtol=close, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 4096])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_known_values_with_bias(dtype: torch.dtype, rows: int, device: torch.device) -> None:
+    """A sum kept in bfloat16 stops growing long before 4096 rows."""
+    y = torch.tensor([[0.5, 1.0]], dtype=dtype, device=device).repeat(rows, 1)
+    bias = torch.tensor([0.5, 1.0], dtype=dtype, device=device)
+    result = run(swiglu, (y, bias, None), torch.ones(rows, 1, dtype=dtype, device=device))
+    close = torch.finfo(dtype).eps
+    assert result.dy is not None
+    assert result.dbias is not None
+    torch.testing.assert_close(
+        result.out.cpu().double(), torch.full((rows, 1), 1.462117).double(), rtol=close, atol=1e-6
+    )
+    expected = torch.tensor([1.855341, 0.731059]).double()
+    torch.testing.assert_close(result.dy.cpu().double(), expected.repeat(rows, 1), rtol=close, atol=1e-6)
+    torch.testing.assert_close(result.dbias.cpu().double(), expected * rows, rtol=max(close, 1e-6), atol=0)
+
+
+@pytest.mark.parametrize(
+    "weight_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+def test_known_values_with_weights(weight_dtype: torch.dtype, device: torch.device) -> None:
+    y = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16, device=device)
+    weights = torch.tensor([[0.5]], dtype=weight_dtype, device=device)
+    result = run(swiglu, (y, None, weights), torch.ones(1, 1, dtype=torch.bfloat16, device=device))
+    close = torch.finfo(torch.bfloat16).eps
+    assert result.dy is not None
+    assert result.dweights is not None
+    assert (result.out.dtype, result.dy.dtype, result.dweights.dtype) == (y.dtype, y.dtype, weight_dtype)
+    torch.testing.assert_close(
+        result.out.cpu().double(), torch.tensor([[0.731059]]).double(), rtol=close, atol=0
+    )
+    expected = torch.tensor([[0.927671, 0.365529]]).double()
+    torch.testing.assert_close(result.dy.cpu().double(), expected, rtol=close, atol=0)
+    close = max(torch.finfo(weight_dtype).eps, 1e-6)
+    torch.testing.assert_close(
+        result.dweights.cpu().double(), torch.tensor([[1.462117]]).double(), rtol=close, atol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_extreme_values(dtype: torch.dtype, device: torch.device) -> None:
+    """Infinities and NaN come out where float64 has them; nothing overflows on the way to a finite result."""
+    inf, nan, tiny = float("inf"), float("nan"), torch.finfo(dtype).smallest_normal / 8
+    values = [0.0, -0.0, 1.0, -1.0, 20.0, -20.0, 1e4, -1e4, inf, -inf, nan, tiny, -tiny]
+    pairs = torch.tensor(list(itertools.product(values, values)), dtype=torch.float64)
+    inputs: Inputs = (pairs.to(dtype).to(device), None, None)
+    dout = torch.ones(len(pairs), 1, dtype=dtype, device=device)
+    got, exact = (
+        run(swiglu, inputs, dout).tensors(),
+        run(swiglu_reference, inputs, dout, torch.float64).tensors(),
+    )
+    smallest = max(torch.finfo(dtype).smallest_normal, 1e-37)
+    for name, value in got.items():
+        rounded = exact[name].to(dtype).double()
+        torch.testing.assert_close(
+            value.double(), rounded, rtol=2 * torch.finfo(dtype).eps, atol=smallest, equal_nan=True, msg=name
+        )
+
+
+def test_subnormal_results_survive(device: torch.device) -> None:
+    """Not flushed to zero: neither a subnormal bfloat16 nor a subnormal float16."""
+    for dtype, gate in ((torch.bfloat16, 1e-39), (torch.float16, 1e-6)):
+        y = torch.tensor([[gate, 1.0]], device=device).to(dtype)
+        out = swiglu(y)
+        assert out.item() == pytest.approx(y[0, 0].item() / 2, rel=0.1)
+
+
+def test_an_infinite_bias_leaves_no_nan_of_rows_past_the_end(device: torch.device) -> None:
+    """Three rows leave most rows of the only tile empty; the gradient of up there is 0 · inf."""
+    inputs, dout = make("bias", (3, 2), torch.float32, device)
+    inputs[1][0] = float("inf")
+    got, exact = run(swiglu, inputs, dout), run(swiglu_reference, inputs, dout, torch.float64)
+    torch.testing.assert_close(got.dbias.double(), exact.dbias, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+# --- Strides ---
+
+
+def sliced(x: torch.Tensor) -> torch.Tensor:
+    """The same values, in the middle of a wider buffer and off its 16-byte boundaries."""
+    buffer = torch.full((*x.shape[:-1], x.shape[-1] + 5), float("nan"), dtype=x.dtype, device=x.device)
+    buffer[..., 3:-2] = x
+    return buffer[..., 3:-2]
+
+
+def every_second(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(2, dim=0)[::2]
+
+
+def rows_last(x: torch.Tensor) -> torch.Tensor:
+    """Columns are not adjacent."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def batch_first(x: torch.Tensor) -> torch.Tensor:
+    """The two leading dimensions are swapped in memory: no single row stride, unless one of them is 1."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+@pytest.mark.parametrize("shape", [(6, 40), (3, 2, 40), (4, 1, 24)], ids=str)
+@pytest.mark.parametrize("dout_layout", [torch.clone, sliced, every_second, rows_last, batch_first])
+@pytest.mark.parametrize("y_layout", [torch.clone, sliced, every_second, rows_last, batch_first])
+def test_strides(
+    y_layout: Callable[[torch.Tensor], torch.Tensor],
+    dout_layout: Callable[[torch.Tensor], torch.Tensor],
+    shape: tuple[int, ...],
+    device: torch.device,
+) -> None:
+    (y, bias, _), dout = make("bias", shape, torch.bfloat16, device)
+    for extra in (None, bias):
+        expected = run(swiglu, (y, extra, None), dout)
+        strided = y_layout(y).requires_grad_()
+        out = swiglu(strided, extra)
+        (dy,) = torch.autograd.grad(out, strided, dout_layout(dout))
+        assert torch.equal(out, expected.out)
+        assert torch.equal(dy, expected.dy)
+
+
+def test_row_stride(device: torch.device) -> None:
+    x = torch.zeros(4, 3, 8, device=device)
+    assert launches.row_stride(x) == 8
+    assert launches.row_stride(x[..., 1:6]) == 8
+    assert launches.row_stride(x[:, 1:2]) == 24
+    assert launches.row_stride(x[::2, :1]) == 48
+    assert launches.row_stride(x[:, :2]) is None
+    assert launches.row_stride(x.transpose(0, 1)) is None
+    assert launches.row_stride(x[..., ::2]) is None
+    assert launches.row_stride(x[0].t()) is None
+    assert launches.row_stride(x[0, :1].expand(5, 8)) == 0
+    assert launches.row_stride(x[0, 0]) == 8
+    assert launches.row_stride(x[..., :1]) == 8
+    assert launches.row_stride(torch.zeros(1, device=device).expand(4, 8)) is None
+    assert launches.row_stride(torch.zeros(1, 1, device=device).expand(4, 1)) == 0
+    assert launches.as_rows(x[..., 1:6])[0].data_ptr() == x[..., 1:6].data_ptr()
+    copy, stride = launches.as_rows(x.transpose(0, 1))
+    assert copy.is_contiguous()
+    assert stride == 8
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_output_gradients_that_repeat(mode: str, device: torch.device) -> None:
+    """Gradients as `.sum()`, `.mean(0)` and a per-row loss make them: strides of 0."""
+    inputs, dout = make(mode, (5, 40), torch.float32, device)
+    one = torch.ones((), device=device)
+    per_row = torch.arange(1.0, 6.0, device=device)[:, None]
+    for repeated in (one.expand(5, 40), dout[:1].expand(5, 40), per_row.expand(5, 40)):
+        got = run(swiglu, inputs, repeated)
+        check(inputs, repeated.contiguous(), got)
+    dy = [run(swiglu, inputs, repeated).dy for repeated in (one.expand(5, 40), per_row.expand(5, 40))]
+    torch.testing.assert_close(dy[1], dy[0] * per_row, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("layout", ["expanded", "column", "transposed"])
+def test_strides_of_weights(layout: str, device: torch.device) -> None:
+    (y, _, _), dout = make("plain", (6, 40), torch.bfloat16, device)
+    weights = {
+        "expanded": torch.rand(1, 1, device=device).expand(6, 1),
+        "column": torch.rand(6, 3, device=device)[:, 1:2],
+        "transposed": torch.rand(1, 6, device=device).t(),
+    }[layout]
+    check((y, None, weights.contiguous()), dout, run(swiglu, (y, None, weights), dout))
+
+
+def test_weights_for_leading_dimensions(device: torch.device) -> None:
+    (y, _, weights), dout = make("weights", (6, 40), torch.bfloat16, device)
+    flat = run(swiglu, (y, None, weights), dout)
+    deep = run(swiglu, (y.view(3, 2, 80), None, weights.view(3, 2, 1)), dout.view(3, 2, 40))
+    assert torch.equal(deep.out, flat.out.view(3, 2, 40))
+    assert torch.equal(deep.dweights, flat.dweights.view(3, 2, 1))
+
+
+def test_a_strided_bias(device: torch.device) -> None:
+    (y, bias, _), dout = make("bias", (6, 40), torch.bfloat16, device)
+    check((y, bias, None), dout, run(swiglu, (y, bias.repeat_interleave(2)[::2], None), dout))
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    leading=st.lists(st.integers(0, 4), min_size=1, max_size=3),
+    n=st.integers(0, 37),
+    pad=st.tuples(st.integers(0, 3), st.integers(0, 17)),
+    order=st.permutations(range(3)),
+    dout_order=st.permutations(range(4)),
+    dtype=st.sampled_from(DTYPES),
+    mode=st.sampled_from(MODES),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_and_strides(
+    leading: list[int],
+    n: int,
+    pad: tuple[int, int],
+    order: list[int],
+    dout_order: list[int],
+    dtype: torch.dtype,
+    mode: str,
+    seed: int,
+    device: torch.device,
+) -> None:
+    torch.manual_seed(seed)
+    inputs, dout = make(mode, (*leading, n), dtype, device)
+    y = inputs[0]
+    # Leading dimensions in another order in memory, columns in the middle of a wider buffer, any order for
+    # dout.
+    memory = [d for d in order if d < len(leading)]
+    buffer = torch.zeros([*(leading[d] for d in memory), pad[0] + 2 * n + pad[1]], dtype=dtype, device=device)
+    strided = buffer[..., pad[0] : pad[0] + 2 * n].permute(
+        *(memory.index(d) for d in range(len(leading))), -1
+    )
+    strided.copy_(y)
+    memory = [d for d in dout_order if d < dout.dim()]
+    strided_dout = dout.permute(memory).contiguous().permute(*(memory.index(d) for d in range(dout.dim())))
+    check(inputs, dout, run(swiglu, (strided, *inputs[1:]), strided_dout))
+
+
+# --- Nothing to do ---
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8), (0, 0), (4, 0)], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_empty(
+    shape: tuple[int, ...], mode: str, in_place: bool, device: torch.device, launched: Counter[str]
+) -> None:
+    inputs, dout = make(mode, shape, torch.bfloat16, device)
+    result = run(lambda *args: swiglu(*args, in_place=in_place), inputs, dout)
+    assert result.out.shape == shape
+    assert result.out.dtype == torch.bfloat16
+    assert result.dy.shape == inputs[0].shape
+    for grad, parameter in ((result.dbias, inputs[1]), (result.dweights, inputs[2])):
+        if parameter is not None:
+            assert torch.equal(grad, torch.zeros_like(parameter))
+    assert not launched
+
+
+# --- Autograd ---
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)], ids=str)
+def test_only_the_gradients_asked_for(
+    mode: str, wanted: tuple[bool, bool], device: torch.device, launched: Counter[str]
+) -> None:
+    if mode == "plain" and wanted != (True, False):
+        pytest.skip("only y can have a gradient")
+    inputs, dout = make(mode, (5, 40), torch.bfloat16, device)
+    expected = run(swiglu, inputs, dout)
+    launched.clear()
+    y, bias, weights = leaf(inputs[0]), leaf(inputs[1]), leaf(inputs[2])
+    y.requires_grad_(wanted[0])
+    for parameter in (bias, weights):
+        if parameter is not None:
+            parameter.requires_grad_(wanted[1])
+    swiglu(y, bias, weights).backward(dout)
+    assert torch.equal(y.grad, expected.dy) if wanted[0] else y.grad is None
+    for parameter, grad in ((bias, expected.dbias), (weights, expected.dweights)):
+        if parameter is not None:
+            assert torch.equal(parameter.grad, grad) if wanted[1] else parameter.grad is None
+    counts = {"swiglu_forward": 1, "swiglu_backward": 1}
+    if mode == "bias" and wanted[1]:
+        counts["swiglu_bias_reduce"] = 1
+    assert launched == counts
+
+
+def test_no_gradient_no_backward(device: torch.device, launched: Counter[str]) -> None:
+    (y, _, _), _ = make("plain", (5, 40), torch.bfloat16, device)
+    with torch.no_grad():
+        out = swiglu(y.requires_grad_())
+    assert not out.requires_grad
+    assert launched == {"swiglu_forward": 1}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_output_owns_its_storage(mode: str, device: torch.device) -> None:
+    for shape in ((5, 40), (5, 2, 40), (0, 40)):
+        inputs, _ = make(mode, shape, torch.bfloat16, device)
+        out = swiglu(leaf(inputs[0]), *inputs[1:])
+        assert out._base is None
+        assert out.is_contiguous()
+        assert out.storage_offset() == 0
+        assert out.untyped_storage().nbytes() == out.numel() * out.element_size()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_backward_twice_gives_the_same(mode: str, device: torch.device) -> None:
+    inputs, dout = make(mode, (33, 1000), torch.bfloat16, device)
+    y, bias, weights = leaf(inputs[0]), leaf(inputs[1]), leaf(inputs[2])
+    leaves = [x for x in (y, bias, weights) if x is not None]
+    out = swiglu(y, bias, weights)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    second = torch.autograd.grad(out, leaves, dout)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_runs_are_bitwise_equal(mode: str, device: torch.device) -> None:
+    inputs, dout = make(mode, (257, 1000), torch.bfloat16, device)
+    first, second = (run(swiglu, inputs, dout).tensors() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_double_backward_is_refused(device: torch.device) -> None:
+    (y, _, _), _ = make("plain", (5, 40), torch.float32, device)
+    y.requires_grad_()
+    (dy,) = torch.autograd.grad(swiglu(y).sum(), y, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dy.sum().backward()
+
+
+def test_an_input_changed_after_the_forward_is_refused(device: torch.device) -> None:
+    (y, _, _), _ = make("plain", (5, 40), torch.float32, device)
+    y = y.requires_grad_() * 1
+    out = swiglu(y)
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        out.sum().backward()
+
+
+# --- In place ---
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", [torch.clone, sliced, every_second])
+def test_in_place(mode: str, layout: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+    inputs, dout = make(mode, (33, 1000), torch.bfloat16, device)
+    expected = run(swiglu, inputs, dout)
+    source = leaf(inputs[0])
+    bias, weights = leaf(inputs[1]), leaf(inputs[2])
+    y = layout(source)
+    grads: list[torch.Tensor] = []
+    y.register_hook(grads.append)
+    out = swiglu(y, bias, weights, in_place=True)
+    out.backward(dout)
+    assert torch.equal(out, expected.out)
+    assert grads[0].data_ptr() == y.data_ptr()
+    assert torch.equal(source.grad, expected.dy)
+    assert torch.equal(source, inputs[0])
+    if bias is not None:
+        assert torch.equal(bias.grad, expected.dbias)
+    if weights is not None:
+        assert torch.equal(weights.grad, expected.dweights)
+
+
+def test_in_place_leaves_the_rest_of_a_buffer_alone(device: torch.device) -> None:
+    (wide, _, _), dout = make("plain", (7, 40), torch.bfloat16, device)
+    buffer = torch.cat((wide, torch.ones_like(wide)), dim=1).requires_grad_() * 1
+    swiglu(buffer[:, :80], in_place=True).backward(dout)
+    assert torch.equal(buffer[:, 80:], torch.ones_like(wide))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_in_place_a_second_backward_is_refused(mode: str, device: torch.device) -> None:
+    inputs, dout = make(mode, (5, 40), torch.bfloat16, device)
+    out = swiglu(leaf(inputs[0]) * 1, leaf(inputs[1]), leaf(inputs[2]), in_place=True)
+    out.backward(dout, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(dout)
+
+
+def test_in_place_another_use_of_the_input(device: torch.device) -> None:
+    """Refused if its backward comes after ours, right if it comes before."""
+    (x, _, _), _ = make("plain", (5, 40), torch.float32, device)
+    source = leaf(x)
+    y = source * 1
+    square = y.pow(2).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (swiglu(y, in_place=True).sum() + square).backward()
+
+    grads = []
+    for in_place in (False, True):
+        source = leaf(x)
+        y = source * 1
+        out = swiglu(y, in_place=in_place).sum()
+        (out + y.pow(2).sum()).backward()
+        grads.append(source.grad)
+    assert torch.equal(*grads)
+
+
+def test_in_place_never_takes_the_memory_of_a_leaf(device: torch.device) -> None:
+    (x, _, _), dout = make("plain", (6, 40), torch.bfloat16, device)
+    expected = run(swiglu, (x, None, None), dout)
+    for view in (lambda y: y, lambda y: y.view(3, 2, 80), lambda y: y[:]):
+        source = leaf(x.clone())
+        out = swiglu(view(source), in_place=True)
+        out.backward(dout.view(out.shape), retain_graph=True)
+        assert torch.equal(source, x)
+        assert torch.equal(source.grad, expected.dy)
+        assert source.grad.data_ptr() != source.data_ptr()
+        out.backward(dout.view(out.shape))
+
+
+def test_in_place_with_a_frozen_input(device: torch.device) -> None:
+    for mode in ("bias", "weights"):
+        inputs, dout = make(mode, (6, 40), torch.bfloat16, device)
+        y = inputs[0].clone()
+        swiglu(y, leaf(inputs[1]), leaf(inputs[2]), in_place=True).backward(dout)
+        assert torch.equal(y, inputs[0])
+
+
+@pytest.mark.parametrize("layout", ["expanded", "transposed", "overlapping"])
+def test_in_place_takes_new_memory_where_rows_overlap_or_are_copied(
+    layout: str, device: torch.device
+) -> None:
+    (x, _, _), dout = make("plain", (6, 40), torch.bfloat16, device)
+    if layout == "expanded":
+        source = leaf(x[:1].clone())
+        y = (source * 1).expand(6, 80)
+    elif layout == "transposed":
+        source = leaf(x.t().contiguous())
+        y = (source * 1).t()
+    else:
+        source = leaf(torch.randn(200, device=device).bfloat16())
+        y = (source * 1).as_strided((6, 80), (20, 1))
+    before = y.detach().clone()
+    swiglu(y, in_place=True).backward(dout)
+    assert torch.equal(y, before)
+    reference = leaf(before.double())
+    swiglu_reference(reference).backward(dout.double())
+    other = leaf(source)
+    expanded = {"expanded": lambda s: s.expand(6, 80), "transposed": torch.t}.get(
+        layout, lambda s: s.as_strided((6, 80), (20, 1))
+    )(other.double())
+    (expected,) = torch.autograd.grad(expanded, other, reference.grad)
+    torch.testing.assert_close(source.grad, expected, rtol=0.02, atol=0.02)
+
+
+def test_in_place_and_saved_tensor_hooks(device: torch.device) -> None:
+    """An offloaded input comes back as other memory: overwriting that is right, as often as it comes back."""
+    (x, _, _), dout = make("plain", (5, 40), torch.bfloat16, device)
+    expected = run(swiglu, (x, None, None), dout)
+    source = leaf(x)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        out = swiglu(source * 1, in_place=True)
+    for _ in range(2):
+        source.grad = None
+        out.backward(dout, retain_graph=True)
+        assert torch.equal(source.grad, expected.dy)
+
+
+# --- Refusals ---
+
+
+def test_refusals(device: torch.device) -> None:
+    y = torch.zeros(4, 8, device=device)
+    bias, weights = torch.zeros(8, device=device), torch.zeros(4, 1, device=device)
+    with pytest.raises(NotImplementedError, match="bias together with weights"):
+        swiglu(y, bias, weights)
+    with pytest.raises(ValueError, match=r"\(4, 7\)"):
+        swiglu(y[:, :7])
+    with pytest.raises(ValueError, match=r"shape \(\)"):
+        swiglu(y[0, 0])
+    with pytest.raises(ValueError, match=r"\(4,\).*\(4, 8\).*\(8,\)"):
+        swiglu(y, bias[:4])
+    with pytest.raises(ValueError, match=r"\(3, 1\).*\(4, 8\).*\(4, 1\)"):
+        swiglu(y, None, weights[:3])
+    with pytest.raises(ValueError, match=r"\(4,\)"):
+        swiglu(y, None, weights[:, 0])
+    with pytest.raises(TypeError, match="float64"):
+        swiglu(y.double())
+    with pytest.raises(TypeError, match=r"bfloat16.*float32"):
+        swiglu(y, bias.bfloat16())
+    with pytest.raises(TypeError, match="int64"):
+        swiglu(y, None, weights.long())
+    with pytest.raises(ValueError, match="meta"):
+        swiglu(y, bias.to("meta"))
+    with pytest.raises(ValueError, match="meta"):
+        swiglu(y, None, weights.to("meta"))
+
+
+# --- Launch choices ---
+
+
+def test_launches_fit_the_hardware() -> None:
+    for kernel, n, size in itertools.product(
+        ("forward", "backward", "bias_backward"), (1, 2, 3, 17, *range(100, 40000, 777)), (2, 4)
+    ):
+        for warp_size in (32, 64):
+            launch = module.choose_launch(kernel, n, size, warp_size)
+            threads = launch.warps * warp_size
+            assert launch.warps & (launch.warps - 1) == 0
+            assert threads <= 1024
+            assert launch.block * launch.column_blocks(n) >= n
+            # no element of a tile is held by two threads: in place relies on it
+            assert launch.rows * launch.block >= threads
+
+
+# --- Only on a GPU ---
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements(device: torch.device) -> None:
+    n = 14336
+    rows = 2**31 // (2 * n) + 1000
+    y = torch.randn(rows, 2 * n, dtype=torch.bfloat16, device=device)
+    bias = torch.randn(2 * n, dtype=torch.bfloat16, device=device)
+    weights = torch.rand(rows, 1, device=device)
+    dout = torch.randn(rows, n, dtype=torch.bfloat16, device=device)
+    for extra in ((None, None), (bias, None), (None, weights)):
+        result = run(swiglu, (y, *extra), dout)
+        for part in (slice(0, 3), slice(rows - 3, rows)):
+            inputs = (y[part], extra[0], None if extra[1] is None else extra[1][part])
+            got = Result(
+                result.out[part], result.dy[part], None, None if extra[1] is None else result.dweights[part]
+            )
+            if extra[0] is None:
+                check(inputs, dout[part], got)
+            else:
+                exact = run(swiglu_reference, inputs, dout[part], torch.float64)
+                torch.testing.assert_close(got.out.double(), exact.out, rtol=2.0**-8, atol=1e-5)
+                torch.testing.assert_close(got.dy.double(), exact.dy, rtol=2.0**-8, atol=1e-5)
+        assert not result.dy.isnan().any()
+        del result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_graph_capture(mode: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, dout = make(mode, (64, 1536), torch.bfloat16, device)
+    y, bias, weights = (leaf(x) for x in inputs)
+    leaves = [x for x in (y, bias, weights) if x is not None]
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = swiglu(y, bias, weights)
+        return (out, *torch.autograd.grad(out, leaves, dout))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        fresh, fresh_dout = make(mode, (64, 1536), torch.bfloat16, device)
+        with torch.no_grad():
+            for static, value in zip((y, bias, weights, dout), (*fresh, fresh_dout)):
+                if static is not None:
+                    static.copy_(value)
+        graph.replay()
+        expected = list(run(swiglu, fresh, fresh_dout).tensors().values())
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected))
+
+
+def compiled_variants() -> int:
+    total = 0
+    for name in vars(module):
+        if name.endswith("_kernel"):
+            kernel = getattr(module, name)
+            caches = kernel.device_caches if hasattr(kernel, "device_caches") else {0: (kernel.cache[0],)}
+            total += sum(len(cache[0]) for cache in caches.values())
+    return total
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_row_counts_do_not_specialise(mode: str, device: torch.device) -> None:
+    def step(rows: int) -> None:
+        inputs, dout = make(mode, (rows, 1536), torch.bfloat16, device)
+        run(swiglu, inputs, dout)
+
+    before = compiled_variants()
+    step(5)
+    first = compiled_variants()
+    for rows in (1, 2, 15, 16, 17, 32, 64, 100, 128, 1000, 1024, 4096, 8192, 8191):
+        step(rows)
+    assert compiled_variants() == first
+    assert first - before <= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_place", [False, True])
+def test_peak_memory(in_place: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, n = 8192, 4096
+    source = torch.randn(rows, 2 * n, dtype=torch.bfloat16, device=device).requires_grad_()
+    dout = torch.randn(rows, n, dtype=torch.bfloat16, device=device)
+    y = source * 1
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = swiglu(y, in_place=in_place)
+    grads = []
+    y.register_hook(lambda grad: grads.append(grad.data_ptr()))
+    out.grad_fn(dout)
+    peak = torch.cuda.max_memory_allocated() - before
+    output = rows * n * 2
+    assert peak <= (1 if in_place else 3) * output + 2**20
