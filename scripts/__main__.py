@@ -32,8 +32,9 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Version-pinned source overlays for Megatron-Core.\n\ncommands:\n"
         + "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items()),
-        epilog="exit codes: 0 done; 1 an expectation, parity or lint failed; 2 usage; 3 unknown or yanked release; "
-        "4 no such wheel, or not the pinned one; 5 a tree that the overlay does not go onto; 6 files changed by hand",
+        epilog="exit codes: 0 done; 1 an expectation, parity or lint failed; 2 usage; 3 unknown or yanked "
+        "release; 4 no such wheel, or not the pinned one; 5 a tree that the overlay does not go onto; "
+        "6 files changed by hand",
     )
     parser.add_argument("command", choices=list(COMMANDS), metavar="COMMAND", help="COMMAND --help says more")
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="its arguments")

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     built = _build(wheel, manifest, overlay, ops, release, dest)
     print(f"megatron-core {release.version} is applied in {shown} ({built.word})")
     _print_actions(built.plan)
-    print(_next(shown, f"megatron=={release.version}", installed=False))
+    print(_next("build", shown, f"megatron=={release.version}"))
     return 0
 
 
@@ -72,7 +72,9 @@ def apply_tree(
     manifest: Manifest | None = None,
     overlay: Overlay | None = None,
 ) -> Plan:
-    """Overlay a tree in place, completing or changing what is there. Raises OverlayError before the first write."""
+    """Overlay a tree in place, completing or changing what is there. Raises OverlayError before the first
+    write.
+    """
     manifest = load() if manifest is None else manifest
     overlay = load_overlay(manifest=manifest) if overlay is None else overlay
     tree = Tree.locate(root)
@@ -85,8 +87,8 @@ def apply_tree(
 def apply_plan(root: Path | Tree, planned: Plan) -> bool:
     """Carry a plan out on the tree that it was made from; returns whether anything changed.
 
-    Raises TreeError for a tree that may not be written and StateError for an installed patched wheel, both before
-    the first write; OSError when the disk fails in between, after which apply and revert complete.
+    Raises TreeError for a tree that may not be written and StateError for an installed patched wheel, both
+    before the first write; OSError when the disk fails in between, after which apply and revert complete.
     """
     tree = root if isinstance(root, Tree) else Tree(root)
     installed = _installed(tree, planned, read_record(tree.read(RECORD)))
@@ -166,7 +168,9 @@ class Built:
 
 
 def build_tree(release: Release, ops: Iterable[str] | None, dest: Path, *, overlaid: bool) -> Path:
-    """A tree of a pinned release at ``dest``, overlaid with ``ops`` or pristine; rebuilt unless it is just that."""
+    """A tree of a pinned release at ``dest``, overlaid with ``ops`` or pristine; rebuilt unless it is just
+    that.
+    """
     manifest = load()
     overlay = load_overlay(manifest=manifest)
     _build(source.fetch(release), manifest, overlay, ops, release, dest, overlaid=overlaid)
@@ -270,7 +274,7 @@ def _in_place(
         print(f"  {'update' if changed else 'same  '}  {record} (uninstalling leaves nothing behind)")
     if changed:
         print("warning: jobs that run from this tree right now may mix old and new modules; restart them")
-    print(_next(str(tree.root), f"--tree {tree.root}", installed=record is not None))
+    print(_next("installed" if record else "checkout", str(tree.root), f"--tree {tree.root}"))
     return 0
 
 
@@ -305,30 +309,36 @@ def _print_actions(planned: Plan) -> None:
         word = action.kind if action.changes else "same"
         detail = ""
         if action.kind == "extend":
-            detail = f"  op {action.op}, {len(action.after) - len(planned.bases[action.path])} bytes below upstream's"
+            size = len(action.after) - len(planned.bases[action.path])
+            detail = f"  op {action.op}, {size} bytes below upstream's"
         print(f"  {word:7} {action.path}{detail}")
     print(f"  {'record':7} {RECORD}")
 
 
-def _next(shown: str, parity: str, *, installed: bool) -> str:
-    if installed:
-        use = (
-            f"  installed here: every program that imports megatron.core from {shown} now runs the overlay,\n"
-        )
-        use += "  unless a checkout or an editable install comes first on its path\n"
-    else:
-        use = (
-            f"  from a checkout or an editable install: apply --tree to that one, its own core comes first\n"
-            f"  with this tree itself: PYTHONPATH={shown}, for scripts outside a Megatron-LM checkout\n"
-            f"  installed, on a cluster: make a wheel (python -m scripts wheel megatron==VERSION), then\n"
-            f"    pip install --no-deps --force-reinstall dist/THE_WHEEL\n"
-        )
-    return (
-        f"next\n{use}"
-        f'  proof: the job\'s own line on rank 0, which begins with "liger overlay"; no line means another core is used\n'
-        f"    (python -m megatron.core.liger --script SCRIPT.py says which)\n"
-        f"  compare with upstream: python -m scripts parity {parity}"
-    )
+def _next(form: str, shown: str, parity: str) -> str:
+    """What to do now, by where the overlay went: ``build``, a ``checkout`` or an ``installed`` package."""
+    text = {
+        "build": [
+            "a checkout or an editable install: apply --tree PATH to it, since its own core comes first",
+            "an installed megatron-core: python -m scripts wheel megatron==VERSION, then",
+            "  pip install --no-deps --force-reinstall dist/WHEEL",
+            f"scripts outside any checkout: PYTHONPATH={shown} runs this tree as it is",
+        ],
+        "checkout": [
+            "a script in this checkout, or an editable install of it: run it as before",
+            "elsewhere: an installed megatron-core needs the wheel, another checkout its own apply --tree",
+        ],
+        "installed": [
+            "programs that import the installed megatron.core run the overlay from now on",
+            "a checkout or an editable install that comes first on their path hides it: apply --tree to that",
+        ],
+    }[form]
+    text += [
+        'proof: the job prints a line "liger overlay …" on rank 0; without it, another core is in use',
+        "  (python -m megatron.core.liger --script SCRIPT says which)",
+        f"compare with upstream: python -m scripts parity {parity}",
+    ]
+    return "next\n" + "\n".join(f"  {line}" for line in text)
 
 
 def _parser() -> argparse.ArgumentParser:

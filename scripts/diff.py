@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print all that the overlay changed in a tree as one unified diff, against upstream's files recovered from it.
+"""Print all that the overlay changed in a tree as one unified diff, against upstream's files recovered from
+it.
 
 ``git apply -R`` or ``patch -p1 -R`` with it takes the overlay out.
 """

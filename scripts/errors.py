@@ -17,7 +17,15 @@ class OverlayError(Exception):
         super().__init__(self.file, expected, found, remedy)
 
     def __str__(self) -> str:
-        return f"file:     {self.file}\nexpected: {self.expected}\nfound:    {self.found}\nremedy:   {self.remedy}"
+        return "\n".join(
+            f"{label + ':':10}{text}"
+            for label, text in (
+                ("file", self.file),
+                ("expected", self.expected),
+                ("found", self.found),
+                ("remedy", self.remedy),
+            )
+        )
 
 
 class ExpectationError(OverlayError):

@@ -14,7 +14,7 @@ from scripts.errors import ExpectationError, ReleaseError, UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = 1
-ACTIONS = ("add", "extend", "patch")
+ACTIONS = ("extend",)
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,7 @@ class Manifest:
 
         Raises UsageError for another form, ReleaseError for a release that is not pinned or is yanked.
         """
-        match = re.fullmatch(r"megatron(?:[-_.]core)?\s*==\s*(\S+)", spec.strip(), re.IGNORECASE)
-        if match is None:
-            raise UsageError("command line", "megatron==VERSION", spec, f"write megatron=={self.newest()}")
-        version = normalize(match[1])
+        version = parse_spec(spec, self.newest())
         supported = ", ".join(self.releases)
         remedy = f"use megatron=={self.newest()}, or --tree with a tree whose files are known"
         if version in self.yanked:
@@ -97,6 +94,14 @@ class Manifest:
 
     def newest(self) -> str:
         return list(self.releases)[-1] if self.releases else "VERSION"
+
+
+def parse_spec(spec: str, example: str = "0.16.1") -> str:
+    """``megatron==0.16.1`` → ``"0.16.1"``; raises UsageError for another form."""
+    match = re.fullmatch(r"megatron(?:[-_.]core)?\s*==\s*(\S+)", spec.strip(), re.IGNORECASE)
+    if match is None:
+        raise UsageError("command line", "megatron==VERSION", spec, f"write megatron=={example}")
+    return normalize(match[1])
 
 
 def normalize(version: str) -> str:

@@ -66,8 +66,8 @@ def extend(base: bytes, tail: bytes, op: str, version: int | None = None) -> byt
     version = overlay_version() if version is None else version
     newline = b"\n" if base and not base.endswith(b"\n") else b""
     marker = (
-        f"# >>> liger overlay for Megatron-Core, version {version} (op {op}): all below this line was added to the"
-        f" upstream file, which ends above it. base-sha256={sha256(base)} base-bytes={len(base)}"
+        f"# >>> liger overlay for Megatron-Core, version {version} (op {op}): all below this line was"
+        f" added to the upstream file, which ends above it. base-sha256={sha256(base)} base-bytes={len(base)}"
         f" tail-sha256={sha256(tail)}\n"
     )
     return base + newline + marker.encode() + tail

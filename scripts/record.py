@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a tree says about itself: ``overlay.json``, which we write, and the RECORD of an installed wheel.
 
-RECORD is rewritten so that uninstalling leaves nothing behind. The lines of added files go to its beginning and an
-extended file's line gets the new hash and size, so taking both back gives the bytes that were there, whatever the
-line ends, the order or the last line.
+RECORD is rewritten so that uninstalling leaves nothing behind. The lines of added files go to its beginning
+and an extended file's line gets the new hash and size, so taking both back gives the bytes that were there,
+whatever the line ends, the order or the last line.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def read_record(data: bytes | None) -> Record | None:
     return record
 
 
-_ACTIONS = ("add", "extend", "patch")
+_ACTIONS = ("add", "extend")
 
 
 def dump(document: Mapping[str, Any]) -> bytes:
@@ -91,8 +91,9 @@ def without_overlay(
 ) -> bytes:
     """RECORD as it was before apply.
 
-    ``known`` maps paths to the hashes that the overlay has written there, ``bases`` gives upstream's bytes of extended
-    files. Lines of our own files go; an extended file's line is put back only when it has one of our hashes.
+    ``known`` maps paths to the hashes that the overlay has written there, ``bases`` gives upstream's bytes of
+    extended files. Lines of our own files go; an extended file's line is put back only when it has one of our
+    hashes.
     """
     kept = []
     for row in installed.splitlines(keepends=True):

@@ -94,7 +94,7 @@ def pip_download(requirement: str, folder: Path, arguments: list[str], filename:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += [*arguments, "--dest", str(folder), requirement]
     done = subprocess.run(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_isolated()
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=pip_environment()
     )
     target = folder / filename
     if done.returncode == 0 and target.is_file():
@@ -108,7 +108,7 @@ def pip_download(requirement: str, folder: Path, arguments: list[str], filename:
     raise SourceError(filename, "pip to download it", said[-1].strip() if said else brought, remedy)
 
 
-def _isolated() -> dict[str, str]:
+def pip_environment() -> dict[str, str]:
     """The environment without settings that make pip ignore what it was asked for."""
     return {
         k: v for k, v in os.environ.items() if k not in ("PIP_REQUIRE_HASHES", "PIP_NO_BINARY", "PIP_PRE")
@@ -125,7 +125,9 @@ def digest(path: Path) -> str:
 
 
 def members(wheel: Path) -> Iterator[tuple[str, int, bytes]]:
-    """Path, permission bits and content of each file in a wheel. Raises SourceError for one not fit to unpack."""
+    """Path, permission bits and content of each file in a wheel. Raises SourceError for one not fit to
+    unpack.
+    """
     try:
         with zipfile.ZipFile(wheel) as archive:
             for info in archive.infolist():

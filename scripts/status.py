@@ -75,7 +75,7 @@ def whole(state: State) -> bool:
 
 
 def lines(tree: Tree, state: State, overlay: Overlay) -> list[str]:
-    """One line for each upstream file, for each added file that is not as it should be, and for what is left."""
+    """A line for each upstream file, each added file that is not as it should be, and each leftover."""
     found = [f"{file.path}: {_upstream(file)}" for file in state.upstream]
     added = [f for f in state.added if f.verdict == OVERLAID and f.current]
     found.append(f"{PACKAGE}/: {len(added)} of the {len(overlay.added)} files that this checkout adds")

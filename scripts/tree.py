@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder with ``megatron/core`` in it: finding it, reading it, and changing it one atomic step at a time.
 
-A killed process leaves each file as it was or as it shall be. What it can leave beside them are a temporary file,
-whose name follows from the file's, and empty folders; the next apply or revert takes both away.
+A killed process leaves each file as it was or as it shall be. What it can leave beside them are a temporary
+file, whose name follows from the file's, and empty folders; the next apply or revert takes both away.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Tree:
             raise TreeError(path, "a file that can be read", "no permission", "run as its owner") from None
 
     def require_writable(self, paths: Iterable[str]) -> None:
-        """Raise TreeError unless each file could be replaced; where no write bit is set, root is refused too."""
+        """Raise TreeError unless each file could be replaced; root too needs some write bit."""
         for path in paths:
             target = self.path(path)
             folder = target.parent
@@ -89,7 +89,7 @@ class Tree:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other applies and reverts out; waits a minute, then raises StateError. Leaves no file behind."""
+        """Keep other applies and reverts out, leaving no file. Waits a minute, then raises StateError."""
         import fcntl
 
         fd = os.open(self.path("megatron/core"), os.O_RDONLY | os.O_CLOEXEC)
@@ -112,7 +112,7 @@ class Tree:
             os.close(fd)
 
     def write(self, path: str, data: bytes) -> None:
-        """Replace or add a file. The new one has the old one's mode (0644 if none) and a later modification time."""
+        """Replace or add a file. The new one has the old one's mode (0644 if none) and a later mtime."""
         target = self.path(path)
         try:
             old: os.stat_result | None = target.stat()
@@ -187,7 +187,7 @@ class Tree:
                 cache.rmdir()
 
     def installed_record(self) -> str | None:
-        """RECORD of the megatron-core installed here, relative to the tree; raises TreeError for two of them."""
+        """RECORD of the megatron-core installed here, relative to the tree; raises TreeError for two."""
         found = sorted(
             p.relative_to(self.root).as_posix() for p in self.root.glob("megatron_core-*.dist-info/RECORD")
         )

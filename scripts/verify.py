@@ -25,10 +25,10 @@ PRISTINE, OVERLAID, EDITED, UNKNOWN, MISSING = "pristine", "overlaid", "edited",
 class FileState:
     """One file of a tree.
 
-    ``verdict`` is pristine (upstream's file, or nothing where the overlay adds one), overlaid, edited (changed by
-    hand after apply, or content that is not ours at an added path), unknown (an upstream file that is not pinned)
-    or missing. ``base`` holds upstream's bytes, where they can be told. ``current`` says whether an overlaid file is
-    what this checkout writes.
+    ``verdict`` is pristine (upstream's file, or nothing where the overlay adds one), overlaid, edited
+    (changed by hand after apply, or content that is not ours at an added path), unknown (an upstream file
+    that is not pinned) or missing. ``base`` holds upstream's bytes, where they can be told. ``current`` says
+    whether an overlaid file is what this checkout writes.
     """
 
     path: str
@@ -88,8 +88,8 @@ class Action:
 class Plan:
     """What apply writes, in order, the record first.
 
-    A tree that was overlaid otherwise before gets a record that also names the old hashes first, and the final one
-    last, so that every state in between is recognised.
+    A tree that was overlaid otherwise before gets a record that also names the old hashes first, and the
+    final one last, so that every state in between is recognised.
     """
 
     actions: tuple[Action, ...]
@@ -152,7 +152,7 @@ def _added(path: str, data: bytes | None, known: Mapping[str, list[str]], overla
 
 
 def select_ops(overlay: Overlay, ops: Iterable[str] | None) -> tuple[str, ...]:
-    """The ops to apply in the overlay's order; None means all. Raises UsageError for an unknown or empty set."""
+    """The ops to apply, in the overlay's order; None means all. Raises UsageError for unknown ones or none."""
     if ops is None:
         return overlay.ops
     wanted = set(ops)
@@ -170,10 +170,10 @@ def plan(
     ops: Iterable[str] | None = None,
     release: Release | None = None,
 ) -> Plan:
-    """Plan apply for the tree (or wheel) behind ``read``, which gives a file's bytes, or None where there is none.
+    """Plan apply for the tree (or wheel) behind ``read``, which gives a file's bytes, or None for no file.
 
-    With ``release`` every touched file must be that release's. Raises TreeError for a file that is missing or not
-    pinned, StateError for one that was changed by hand or is in the way, UsageError for an unknown op.
+    With ``release`` every touched file must be that release's. Raises TreeError for a file that is missing or
+    not pinned, StateError for one that was changed by hand or is in the way, UsageError for an unknown op.
     """
     ops = select_ops(overlay, ops)
     state = inspect(read, manifest, overlay)

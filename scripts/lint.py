@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check the patch set itself: pins, tails and ledger hold each other, and nothing is there twice or unused.
+
+One rule is one function of ``PatchSet`` that yields problems; ``RULES`` lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.errors import OverlayError
+from scripts.manifest import Manifest, load
+from scripts.overlay import PACKAGE, ROOT, overlay_version
+from scripts.pins import definition
+
+LICENCE = b"# SPDX-License-Identifier: Apache-2.0\n"
+FIELDS = ("kind", "why", "upstream", "retires when")
+KINDS = ("speed", "fix", "reach")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong, where (line 0: the whole file), and which rule says so."""
+
+    file: str
+    line: int
+    message: str
+    rule: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.message} [{self.rule}]"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The ledger's header of one entry in a tail."""
+
+    name: str
+    line: int
+    fields: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PatchSet:
+    """The set as it is on disk: pins, and the sources of ``overlay/`` and ``kernels/`` by their path in the
+    project.
+    """
+
+    manifest: Manifest
+    tails: dict[str, bytes]
+    added: dict[str, bytes]
+    others: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, root: Path) -> PatchSet:
+        tails: dict[str, bytes] = {}
+        added: dict[str, bytes] = {}
+        others = [
+            p for p in _files(root, "patches") if p not in ("patches/releases.json", "patches/files.json")
+        ]
+        for path in (*_files(root, "overlay"), *_files(root, "kernels")):
+            if not path.endswith(".py"):
+                others.append(path)
+            elif path.startswith((f"overlay/{PACKAGE}/", "kernels/")):
+                added[path] = (root / path).read_bytes()
+            else:
+                tails[path] = (root / path).read_bytes()
+        return cls(load(root), tails, added, tuple(others))
+
+    @property
+    def sources(self) -> dict[str, bytes]:
+        return {**self.tails, **self.added}
+
+
+Rule = Callable[[PatchSet], Iterator[Problem]]
+
+
+def main(argv: list[str]) -> int:
+    """``lint``: one line for each problem; 1 when there is any."""
+    argparse.ArgumentParser(prog="nox -s lint --", description=__doc__).parse_args(argv)
+    problems = check(ROOT)
+    for problem in problems:
+        print(problem)
+    print(f"{len(problems)} problems" if problems else f"the patch set is sound ({len(RULES)} rules)")
+    return 1 if problems else 0
+
+
+def check(root: Path) -> list[Problem]:
+    """All problems of the patch set below ``root``."""
+    try:
+        patch_set = PatchSet.read(root)
+        overlay_version(root)
+    except OverlayError as error:
+        return [Problem(error.file, 0, f"expected {error.expected}, found {error.found}", "schema")]
+    broken = list(_run(parses, patch_set))
+    return broken or [problem for rule in RULES for problem in _run(rule, patch_set)]
+
+
+def _run(rule: Rule, patch_set: PatchSet) -> Iterator[Problem]:
+    for problem in rule(patch_set):
+        yield Problem(problem.file, problem.line, problem.message, rule.__name__)
+
+
+def parses(s: PatchSet) -> Iterator[Problem]:
+    """Every source is Python."""
+    for path, data in s.sources.items():
+        try:
+            ast.parse(data)
+        except (SyntaxError, ValueError) as error:
+            yield Problem(path, getattr(error, "lineno", 0) or 0, f"does not parse: {error}")
+
+
+def licensed(s: PatchSet) -> Iterator[Problem]:
+    """Every source begins with the licence line."""
+    for path, data in s.sources.items():
+        if not data.startswith(LICENCE):
+            yield Problem(path, 1, f"the first line is not {LICENCE.decode().strip()}")
+
+
+def nothing_else(s: PatchSet) -> Iterator[Problem]:
+    """Nothing lies there that no step reads."""
+    for path in s.others:
+        yield Problem(path, 0, "no step of the pipeline reads this file")
+
+
+def releases_pinned(s: PatchSet) -> Iterator[Problem]:
+    """A release has wheels and an sdist of its version, each once, and a source."""
+    for version, release in s.manifest.releases.items():
+        names = [file.filename for file in (*release.wheels, *([release.sdist] if release.sdist else []))]
+        for name in sorted(set(names)):
+            if names.count(name) > 1:
+                yield Problem("patches/releases.json", 0, f"{name} is listed twice")
+            if not re.match(rf"megatron_core-{re.escape(version)}(-cp3\d+-.*\.whl|\.tar\.gz)$", name):
+                yield Problem("patches/releases.json", 0, f"{name} is no file of {version}")
+        if not release.wheels or release.sdist is None or not release.source:
+            yield Problem("patches/releases.json", 0, f"{version} lacks wheels, an sdist or a source")
+        if version in s.manifest.yanked:
+            yield Problem("patches/releases.json", 0, f"{version} is both pinned and yanked")
+
+
+def variants_once(s: PatchSet) -> Iterator[Problem]:
+    """A file lists a hash once, and each supported release, and no other, in one variant."""
+    for path, file in s.manifest.files.items():
+        hashes = [v.sha256 for v in file.variants]
+        for twice in sorted({h for h in hashes if hashes.count(h) > 1}):
+            yield Problem("patches/files.json", 0, f"{path}: variant {twice[:12]} is listed twice")
+        listed = [release for v in file.variants for release in v.releases]
+        for version in s.manifest.releases:
+            if listed.count(version) != 1:
+                yield Problem(
+                    "patches/files.json", 0, f"{path}: {version} is in {listed.count(version)} variants"
+                )
+        for version in sorted(set(listed) - set(s.manifest.releases)):
+            yield Problem("patches/files.json", 0, f"{path}: {version} is not in patches/releases.json")
+        for variant in file.variants:
+            if not variant.releases or not variant.source:
+                yield Problem(
+                    "patches/files.json", 0, f"{path}: {variant.sha256[:12]} lacks releases or a source"
+                )
+
+
+def pins_have_tails(s: PatchSet) -> Iterator[Problem]:
+    """A pinned file has a tail, a tail has a pin."""
+    for path in s.manifest.files:
+        if f"overlay/{path}" not in s.tails:
+            yield Problem("patches/files.json", 0, f"{path} has no tail in overlay/")
+    for path in s.tails:
+        if path.removeprefix("overlay/") not in s.manifest.files:
+            yield Problem(path, 0, "has no pin in patches/files.json")
+
+
+def ledger_complete(s: PatchSet) -> Iterator[Problem]:
+    """An entry's header has every field, and its kind is one of the known."""
+    for path, data in s.tails.items():
+        for entry in ledger(data):
+            for name in FIELDS:
+                if not entry.fields.get(name):
+                    yield Problem(path, entry.line, f"{entry.name}: the header lacks “{name}:”")
+            kind = entry.fields.get("kind", "")
+            if kind and kind not in KINDS:
+                yield Problem(path, entry.line, f"{entry.name}: kind is {kind}, not {', '.join(KINDS)}")
+
+
+def ledger_matches_pins(s: PatchSet) -> Iterator[Problem]:
+    """Headers and pinned entries are the same names, each once."""
+    for path, data in s.tails.items():
+        file = s.manifest.files.get(path.removeprefix("overlay/"))
+        names = [entry.name for entry in ledger(data)]
+        for entry in ledger(data):
+            if names.count(entry.name) > 1:
+                yield Problem(path, entry.line, f"{entry.name} has two headers")
+            if file is not None and entry.name not in file.entries:
+                yield Problem(path, entry.line, f"{entry.name} is not among the pinned entries")
+        for name in file.entries if file else ():
+            if name not in names:
+                yield Problem(path, 0, f"{name} is pinned but has no header")
+
+
+def ledger_matches_code(s: PatchSet) -> Iterator[Problem]:
+    """A tail keeps upstream's entry as ``_upstream_NAME`` and binds the name anew, for the names with a
+    header only.
+    """
+    for path, data in s.tails.items():
+        module = ast.parse(data)
+        headed = {entry.name: entry.line for entry in ledger(data)}
+        for name, line in headed.items():
+            for wanted in (f"_upstream_{name}", name):
+                if definition(module, wanted) is None:
+                    yield Problem(path, line, f"{wanted} is not bound in the tail")
+        for name, line in sorted(_bound(module).items()):
+            if not name.startswith("_") and name not in headed:
+                yield Problem(path, line, f"{name} is bound in the tail without a header")
+
+
+def fingerprints_complete(s: PatchSet) -> Iterator[Problem]:
+    """Fingerprints are of pinned entries, and no pinned entry is without one in every variant."""
+    for path, file in s.manifest.files.items():
+        for variant in file.variants:
+            for name, value in variant.entries.items():
+                if name not in file.entries:
+                    yield Problem("patches/files.json", 0, f"{path}: {name} is fingerprinted but no entry")
+                if not re.fullmatch(r"[0-9a-f]{64}", value):
+                    yield Problem("patches/files.json", 0, f"{path}: the fingerprint of {name} is no sha256")
+        for name in file.entries:
+            if not any(name in variant.entries for variant in file.variants):
+                yield Problem("patches/files.json", 0, f"{path}: {name} has no fingerprint in any variant")
+
+
+def ops_agree(s: PatchSet) -> Iterator[Problem]:
+    """The ops of the pins are those that the settings know."""
+    path = f"overlay/{PACKAGE}/settings.py"
+    node = definition(ast.parse(s.added.get(path, b"")), "OPS")
+    value = (
+        ast.literal_eval(node.value) if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value else ()
+    )
+    if set(value) != set(s.manifest.ops):
+        line = node.lineno if node else 0
+        yield Problem(path, line, f"OPS is {value}, the pins have {s.manifest.ops}")
+
+
+def imports_sound(s: PatchSet) -> Iterator[Problem]:
+    """No import of ``kernels`` by its top-level name, and none of ``megatron.core.transformer`` while
+    importing.
+
+    That package imports the fusions at its own import; a tail that imports it back finds it half made.
+    """
+    for path, data in s.sources.items():
+        module = ast.parse(data)
+        top = set(_top_level(module))
+        for node in ast.walk(module):
+            for name in _imported(node):
+                if name.split(".")[0] in ("kernels", "liger_kernels", "scripts", "overlay"):
+                    yield Problem(path, _line(node), f"imports {name}, which a tree does not have")
+                elif node in top and name.startswith("megatron.core.transformer"):
+                    yield Problem(path, _line(node), f"imports {name} at import time")
+        if path in s.tails and any("__future__" in _imported(node) for node in ast.walk(module)):
+            yield Problem(path, 0, "a tail is in the middle of a file: no __future__ import there")
+
+
+RULES: tuple[Rule, ...] = (
+    parses,
+    licensed,
+    nothing_else,
+    releases_pinned,
+    variants_once,
+    pins_have_tails,
+    ledger_complete,
+    ledger_matches_pins,
+    ledger_matches_code,
+    fingerprints_complete,
+    ops_agree,
+    imports_sound,
+)
+
+
+def ledger(tail: bytes) -> list[Entry]:
+    """The headers of a tail: ``# entry: NAME``, then deeper comment lines ``#   field: text``, which may go
+    on.
+    """
+    found: list[Entry] = []
+    current: Entry | None = None
+    name = ""
+    for number, text in enumerate(tail.decode().splitlines(), 1):
+        head = re.fullmatch(r"\s*# entry:\s*(\S+)\s*", text)
+        comment = re.fullmatch(r"\s*#(\s{2,}\S.*)", text)
+        if head:
+            current, name = Entry(head[1], number), ""
+            found.append(current)
+        elif current is None or comment is None:
+            current = None
+        elif start := re.fullmatch(r"\s{3}([a-z][a-z ]*):\s*(.*)", comment[1]):
+            name = start[1]
+            current.fields[name] = start[2].strip()
+        elif name:
+            current.fields[name] = f"{current.fields[name]} {comment[1].strip()}".strip()
+    return found
+
+
+def _files(root: Path, folder: str) -> list[str]:
+    found = (p.relative_to(root) for p in (root / folder).rglob("*") if p.is_file())
+    return sorted(p.as_posix() for p in found if "__pycache__" not in p.parts)
+
+
+def _top_level(module: ast.Module) -> Iterator[ast.AST]:
+    """Nodes that run when the module is imported: all but the bodies of functions."""
+    waiting: list[ast.AST] = list(module.body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            waiting.extend(c for c in ast.iter_child_nodes(node) if not _type_checking(node))
+
+
+def _type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _bound(module: ast.Module) -> dict[str, int]:
+    names: dict[str, int] = {}
+    for node in _top_level(module):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names[node.name] = node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names[node.id] = node.lineno
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                names[alias.asname or alias.name.split(".")[0]] = node.lineno
+    return names
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.level == 0:
+        return [node.module or ""]
+    return []
+
+
+def _line(node: ast.AST) -> int:
+    return getattr(node, "lineno", 0)
