@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entries that the overlay can take over, and every name through which Megatron reaches them.
+
+Parent and worker share this table, so it needs the standard library only. A name that a tree does not have (an older
+release, say) is reported as absent, not as an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A public function that an op's tail may replace.
+
+    Attributes:
+        name: the function's name.
+        op: the op that takes it over.
+        module: the module that defines it.
+        routes: modules that bound the name when they were imported and call it through that binding.
+    """
+
+    name: str
+    op: str
+    module: str
+    routes: tuple[str, ...]
+
+
+ENTRIES = (
+    Entry(
+        "bias_swiglu_impl",
+        "swiglu",
+        "megatron.core.fusions.fused_bias_swiglu",
+        ("megatron.core.transformer.mlp", "megatron.core.transformer.moe.shared_experts"),
+    ),
+    Entry(
+        "weighted_bias_swiglu_impl",
+        "swiglu",
+        "megatron.core.fusions.fused_bias_swiglu",
+        ("megatron.core.transformer.mlp", "megatron.core.transformer.moe.experts"),
+    ),
+    Entry(
+        "fused_vocab_parallel_cross_entropy",
+        "cross_entropy",
+        "megatron.core.fusions.fused_cross_entropy",
+        ("megatron.core.models.common.language_module.language_module",),
+    ),
+    Entry(
+        "vocab_parallel_cross_entropy",
+        "cross_entropy",
+        "megatron.core.tensor_parallel.cross_entropy",
+        ("megatron.core.tensor_parallel",),
+    ),
+)
+
+# The places of a GPT layer stack that hold a norm, by the attribute that holds it.
+NORM_SLOTS = ("input_layernorm", "q_layernorm", "k_layernorm", "pre_mlp_layernorm", "final_layernorm")

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small GPT that train runs: model, optimizer, data and checkpoint, all through Megatron-Core's own interfaces.
+
+Two layers with RMSNorm, SwiGLU, rotary positions, grouped-query attention and query/key norms, from the local layer
+spec, so that every norm slot and every entry the overlay can take over is in use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import optimizer as sharding
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+SEED = 1234
+LEARNING_RATE = 2e-3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model's and the step's sizes; ``micro_batches`` is the number of them in a step of one rank."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    vocabulary: int
+    sequence: int
+    micro_batch: int
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a run changes in the configuration."""
+
+    fused_cross_entropy: bool
+    fused_activation: bool
+    sequence_parallel: bool
+
+
+def build(sizes: Sizes, variant: Variant) -> DistributedDataParallel:
+    """The model in bf16, wrapped for data parallelism with float32 gradients; the same weights at every call."""
+    tensor_parallel.model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
+    torch.manual_seed(SEED)
+    config = TransformerConfig(
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        ffn_hidden_size=sizes.ffn,
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.groups,
+        kv_channels=sizes.hidden // sizes.heads,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=variant.fused_activation,
+        bias_dropout_fusion=False,
+        # These three need Apex, or kernels that only Apex builds.
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=variant.sequence_parallel,
+        cross_entropy_loss_fusion=variant.fused_cross_entropy,
+        cross_entropy_fusion_impl="native",
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+        vocab_size=sizes.vocabulary,
+        max_sequence_length=sizes.sequence,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    if torch.cuda.is_available():
+        model = model.cuda()
+    reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    return DistributedDataParallel(config, reduction, Float16Module(config, model))
+
+
+def batches(sizes: Sizes, step: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's micro-batches of a step: walks through one fixed permutation of the vocabulary, which is learnable.
+
+    Yields:
+        ``GPTModel``'s arguments: ``input_ids``, ``labels``, ``position_ids`` ``[micro_batch, sequence]`` int64 and
+        ``attention_mask`` ``[1, 1, sequence, sequence]`` bool, True where attention is masked.
+    """
+    follows = torch.randperm(sizes.vocabulary, generator=torch.Generator().manual_seed(SEED))
+    positions = torch.arange(sizes.sequence).expand(sizes.micro_batch, -1).contiguous()
+    mask = torch.ones(1, 1, sizes.sequence, sizes.sequence, dtype=torch.bool).triu(1)
+    data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    for micro_batch in range(sizes.micro_batches):
+        seed = (step * sizes.micro_batches + micro_batch) * data_size + data_rank
+        generator = torch.Generator().manual_seed(SEED + 1 + seed)
+        tokens = [torch.randint(sizes.vocabulary, (sizes.micro_batch,), generator=generator)]
+        for _ in range(sizes.sequence):
+            tokens.append(follows[tokens[-1]])
+        walk = torch.stack(tokens, dim=1)
+        yield {
+            "input_ids": walk[:, :-1].contiguous().to(device),
+            "labels": walk[:, 1:].contiguous().to(device),
+            "position_ids": positions.to(device),
+            "attention_mask": mask.to(device),
+        }
+
+
+class Optimizer(Protocol):
+    """What the training loop and the checkpoint need of an optimizer."""
+
+    def step(self) -> Any: ...
+
+    def sharded_state_dict(self, model_state: Mapping[str, Any], is_loading: bool = False) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def make_optimizer(model: DistributedDataParallel) -> Optimizer:
+    """Megatron's mixed-precision Adam; on CPU, whose tensor types that one refuses, the same done plainly."""
+    if not torch.cuda.is_available():
+        return MainParameterAdam(list(model.parameters()))
+    config = OptimizerConfig(
+        optimizer="adam", lr=LEARNING_RATE, bf16=True, params_dtype=torch.bfloat16, clip_grad=0.0, weight_decay=0.0
+    )
+    optimizer: Optimizer = get_megatron_optimizer(config, [model])
+    return optimizer
+
+
+class MainParameterAdam:
+    """Adam on float32 copies of bf16 parameters, fed by Megatron's float32 ``main_grad``."""
+
+    MOMENTS = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.main = [parameter.detach().float().clone() for parameter in parameters]
+        self.adam = torch.optim.AdamW(self.main, lr=LEARNING_RATE, weight_decay=0.0)
+
+    def step(self) -> None:
+        for parameter, main in zip(self.parameters, self.main):
+            main.grad = parameter.main_grad
+        self.adam.step()
+        self._to_model()
+
+    def _to_model(self) -> None:
+        with torch.no_grad():
+            for parameter, main in zip(self.parameters, self.main):
+                parameter.copy_(main)
+
+    def sharded_state_dict(self, model_state: Mapping[str, Any], is_loading: bool = False) -> dict[str, Any]:
+        """Main parameters and moments, sharded as their parameters are."""
+        shards = sharding.get_param_id_to_sharded_param_map(model_state, self.parameters)
+
+        def shard(kind: str, index: int, tensor: torch.Tensor) -> Any:
+            return sharding.make_sharded_optimizer_tensor(shards[index], tensor, prefix=f"optimizer.state.{kind}")
+
+        state: dict[str, Any] = {
+            "step": 0,
+            "main": [shard("main", index, main) for index, main in enumerate(self.main)],
+        }
+        for kind in self.MOMENTS:
+            state[kind] = []
+            for index, main in enumerate(self.main):
+                moments = self.adam.state[main]
+                tensor = torch.empty_like(main) if is_loading else moments[kind]
+                state[kind].append(shard(kind, index, tensor))
+        if not is_loading:
+            state["step"] = int(self.adam.state[self.main[0]]["step"])
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for index, main in enumerate(self.main):
+                main.copy_(state["main"][index])
+                self.adam.state[main] = {
+                    "step": torch.tensor(float(state["step"])),
+                    **{kind: state[kind][index].clone() for kind in self.MOMENTS},
+                }
+        self._to_model()
+
+
+def save(model: DistributedDataParallel, optimizer: Optimizer, step: int, folder: Path) -> str:
+    """Write a distributed checkpoint of model, optimizer and step into ``folder``.
+
+    Returns:
+        :func:`fingerprint` of this rank's shards.
+    """
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True)
+    torch.distributed.barrier()
+    model_state = _model_state(model)
+    state = {"model": model_state, "optimizer": optimizer.sharded_state_dict(model_state), "step": step}
+    digest = fingerprint(state)
+    dist_checkpointing.save(state, str(folder))
+    return digest
+
+
+def load(model: DistributedDataParallel, optimizer: Optimizer, folder: Path) -> tuple[int, str]:
+    """Read what :func:`save` wrote.
+
+    Returns:
+        The step, and :func:`fingerprint` of what model and optimizer hold afterwards.
+    """
+    model_state = _model_state(model)
+    wanted = {
+        "model": model_state,
+        "optimizer": optimizer.sharded_state_dict(model_state, is_loading=True),
+        "step": 0,
+    }
+    state = dist_checkpointing.load(wanted, str(folder))
+    model.module.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    model_state = _model_state(model)
+    return state["step"], fingerprint({"model": model_state, "optimizer": optimizer.sharded_state_dict(model_state)})
+
+
+def _model_state(model: DistributedDataParallel) -> dict[str, Any]:
+    state: dict[str, Any] = model.module.module.sharded_state_dict()
+    return state
+
+
+def fingerprint(state: Any) -> str:
+    """SHA-256 over the bytes of every sharded tensor in ``state``, by key."""
+    digest = hashlib.sha256()
+    for key, tensor in sorted(_tensors(state), key=lambda item: item[0]):
+        digest.update(key.encode())
+        data = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(data.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _tensors(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(state, Mapping):
+        yield from itertools.chain.from_iterable(map(_tensors, state.values()))
+    elif isinstance(state, (list, tuple)):
+        yield from itertools.chain.from_iterable(map(_tensors, state))
+    elif isinstance(getattr(state, "data", None), torch.Tensor) and hasattr(state, "key"):
+        yield state.key, state.data

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every worker needs of its process: the device, the CPU forms of upstream's CUDA calls, the overlay's counters."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from scripts.workers.entries import ENTRIES, Entry
+
+MARKER = "# >>> liger overlay "
+
+
+def prepare(device: str) -> torch.device:
+    """Make the process ready for Megatron on ``device`` (``"cpu"`` or ``"cuda"``); call before Megatron is imported.
+
+    Returns:
+        The device of this rank's tensors.
+    """
+    warnings.filterwarnings("ignore")
+    if device == "cuda":
+        index = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    torch.set_num_threads(1)
+    from scripts import interpreter
+
+    interpreter.round_bf16_to_nearest_even()
+    return torch.device("cpu")
+
+
+def use_cpu_for_cuda() -> None:
+    """Point the CUDA calls that upstream makes even on CPU tensors at their CPU forms."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    cpu = torch.device("cpu")
+
+    def get_state(*_: object, **__: object) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: torch.Tensor, *_: object, **__: object) -> None:
+        torch.set_rng_state(state)
+
+    replacements: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "current_device", lambda: cpu),
+        (torch.cuda, "get_rng_state", get_state),
+        (torch.cuda, "set_rng_state", set_state),
+        (torch.cuda, "manual_seed", torch.manual_seed),
+        (torch.cuda, "synchronize", lambda *_: None),
+        (megatron_random, "_get_cuda_rng_state", get_state),
+        (megatron_random, "_set_cuda_rng_state", set_state),
+    ]
+    for owner, name, replacement in replacements:
+        setattr(owner, name, replacement)
+    # The CPU generator now *is* the device's, which upstream remarks on at every fork.
+    logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
+
+
+def init_group(folder: Path, device: str) -> None:
+    """Join the process group of this world through a file in ``folder``, so that no port is needed."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.distributed.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=size,
+    )
+
+
+def check_tree() -> None:
+    """Make sure that the tree under test is the one imported.
+
+    Raises:
+        RuntimeError: another ``megatron.core`` comes first.
+    """
+    import megatron.core
+
+    tree = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]).resolve()
+    found = Path(megatron.core.__file__).resolve()
+    if tree not in found.parents:
+        raise RuntimeError(f"megatron.core was imported from {found}, not from {tree}")
+
+
+def overlay() -> ModuleType | None:
+    """The overlay's package, or None on a pristine tree."""
+    if importlib.util.find_spec("megatron.core.liger") is None:
+        return None
+    return importlib.import_module("megatron.core.liger")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the results depend on."""
+    import triton
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {
+        "python": sys.version.split()[0],
+        "torch": str(torch.__version__),
+        "triton": str(triton.__version__),
+        "device": device,
+    }
+
+
+def import_or_none(name: str) -> ModuleType | None:
+    """Import a module, or None where this release has no such module."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            return None
+        raise
+
+
+def who_is_behind(entry: Entry) -> dict[str, str]:
+    """Which function each name of ``entry`` leads to.
+
+    Returns:
+        By module (the defining one first): ``"ours"`` (code below the overlay's marker line), ``"upstream"``, or
+        ``"absent"``.
+    """
+    return {name: _origin(import_or_none(name), entry) for name in (entry.module, *entry.routes)}
+
+
+def _origin(holder: ModuleType | None, entry: Entry) -> str:
+    found = getattr(holder, entry.name, None)
+    if found is None:
+        return "absent"
+    # Not unwrapped: ours is wrapped to look like upstream's, and the question is which one is called.
+    code = found.__code__
+    source = Path(code.co_filename).read_text(encoding="utf-8").splitlines()
+    marker = next((n for n, text in enumerate(source, 1) if text.startswith(MARKER)), None)
+    return "ours" if marker is not None and code.co_firstlineno > marker else "upstream"
+
+
+def all_origins() -> dict[str, dict[str, str]]:
+    """:func:`who_is_behind` of every entry, by the entry's name."""
+    return {entry.name: who_is_behind(entry) for entry in ENTRIES}
+
+
+def write_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Leave this rank's report where the parent looks for it."""
+    target = folder / f"rank{os.environ['RANK']}.json"
+    target.write_text(json.dumps(report, indent=1), encoding="utf-8")
