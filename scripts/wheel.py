@@ -176,12 +176,11 @@ def _build(copy: Path, out: Path, shown: Path) -> Wheel:
     )
     found = sorted(out.glob("*.whl"))
     if done.returncode or len(found) != 1:
-        said = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-        errors = (
-            [line for line in said if "error" in line.lower()] or said[-1:] or [f"exit {done.returncode}"]
-        )
+        sys.stdout.flush()
+        print(done.stdout, file=sys.stderr)
         remedy = f"see that {shlex.join(['pip', 'wheel', '--no-deps', str(shown)])} works, then repeat"
-        raise SourceError(shown, "a wheel built by pip", errors[0], remedy)
+        found_text = f"exit code {done.returncode} and {len(found)} wheels; pip's words are above"
+        raise SourceError(shown, "one wheel, built by pip", found_text, remedy)
     wheel = read_wheel(found[0].read_bytes(), found[0].name)
     pure = b"root-is-purelib: true" in wheel.files[f"{wheel.dist_info}/WHEEL"].lower()
     if not pure and not any(name.endswith((".so", ".pyd")) for name in wheel.files):

@@ -95,10 +95,10 @@ def read_archive(data: bytes, label: str) -> Archive:
     end = len(data) - _END.size - len(archive.comment)
     if end < 0 or data[end : end + 4] != _END_MAGIC:
         raise refusal(label, "a zip file that ends with its end record", "other bytes after it")
-    _, disk, first_disk, here, entries, size, start, _ = _END.unpack_from(data, end)
+    _, disk, first_disk, here, entries, size, start, comment = _END.unpack_from(data, end)
     if 0xFFFF in (here, entries) or 0xFFFFFFFF in (size, start):
         raise refusal(label, "a plain zip file", "a zip64 archive")
-    if disk or first_disk or here != entries or start + size != end:
+    if disk or first_disk or here != entries or start + size != end or comment != len(archive.comment):
         raise refusal(label, "one zip file from first byte to last", "a split archive, or bytes around it")
 
     members = tuple(_members(data, start, archive.infolist(), label))
