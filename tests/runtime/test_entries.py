@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The taken-over functions: they look like upstream's, run on the kernel, and fall back where they have to."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ENTRIES = ("bias_swiglu_impl", "weighted_bias_swiglu_impl")
+UNTOUCHED = (
+    "swiglu",
+    "bias_swiglu",
+    "weighted_swiglu",
+    "swiglu_back",
+    "bias_swiglu_back",
+    "weighted_swiglu_back",
+    "BiasSwiGLUFunction",
+    "SwiGLUFunction",
+    "WeightedSwiGLUFunction",
+)
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def counts(liger: ModuleType, entry: str) -> dict[str, Any]:
+    found: dict[str, Any] = liger.counters()["swiglu"]["entries"][entry]
+    return found
+
+
+def launches(liger: ModuleType) -> dict[str, int]:
+    found: dict[str, int] = liger.counters()["swiglu"]["launches"]
+    return found
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_looks_like_upstream(fused: ModuleType, name: str) -> None:
+    ours, upstream = getattr(fused, name), getattr(fused, f"_upstream_{name}")
+    assert ours is not upstream
+    assert inspect.signature(ours) == inspect.signature(upstream)
+    assert (ours.__name__, ours.__qualname__, ours.__module__) == (name, name, fused.__name__)
+    assert ours.__doc__ == upstream.__doc__
+    assert pickle.loads(pickle.dumps(ours)) is ours
+
+
+def test_other_names_stay(fused: ModuleType, pristine_tree: Path) -> None:
+    """No public name is added, and those of upstream's own code are upstream's."""
+    path = pristine_tree / "megatron/core/fusions/fused_bias_swiglu.py"
+    pristine: dict[str, Any] = {"__name__": "pristine"}
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), pristine)
+    public = {name for name in vars(fused) if not name.startswith("_")}
+    assert public == {name for name in pristine if not name.startswith("_")}
+    for name in UNTOUCHED:
+        assert type(getattr(fused, name)) is type(pristine[name])
+    assert fused.SwiGLUFunction.__module__ == fused.__name__
+    star: dict[str, Any] = {}
+    exec("from megatron.core.fusions.fused_bias_swiglu import *", star)
+    assert star["bias_swiglu_impl"] is fused.bias_swiglu_impl
+
+
+def served_calls(device: torch.device, generator: torch.Generator) -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """One call for each kind that the kernel serves."""
+
+    def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype, generator=generator).requires_grad_()
+
+    dense, weighted = ENTRIES
+    x = rand(5, 14)
+    return {
+        "2-D": (dense, (x, None)),
+        "options off": (dense, (x, None, False, False)),
+        "3-D, bias": (dense, (rand(3, 2, 14), rand(14), False, False)),
+        "bfloat16": (dense, (rand(5, 14, dtype=torch.bfloat16), rand(14, dtype=torch.bfloat16))),
+        "float16": (dense, (rand(5, 14, dtype=torch.float16), None)),
+        "parameter": (dense, (torch.nn.Parameter(x.detach().clone()), None)),
+        "strided rows": (dense, (rand(5, 28)[:, 7:21], None)),
+        "no tokens": (dense, (rand(0, 14), rand(14))),
+        "no gradient": (dense, (x.detach(), None)),
+        "weighted": (weighted, (x, None, rand(5, 1), False)),
+        "weighted, 3-D": (weighted, (rand(3, 2, 14), None, rand(6, 1))),
+        "weighted, bfloat16": (weighted, (rand(5, 14, dtype=torch.bfloat16), None, rand(5, 1))),
+        "weighted, no tokens": (weighted, (rand(0, 14), None, rand(0, 1))),
+    }
+
+
+def gradients(output: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    if not output.requires_grad:
+        return []
+    seed = torch.linspace(-1, 1, output.numel(), device=output.device).view(output.shape).to(output.dtype)
+    return list(torch.autograd.grad(output, tensors, seed))
+
+
+SERVED = [
+    "2-D",
+    "options off",
+    "3-D, bias",
+    "bfloat16",
+    "float16",
+    "parameter",
+    "strided rows",
+    "no tokens",
+    "no gradient",
+    "weighted",
+    "weighted, 3-D",
+    "weighted, bfloat16",
+    "weighted, no tokens",
+]
+
+
+@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.usefixtures("strict")
+def test_served(
+    fused: ModuleType, liger: ModuleType, device: torch.device, generator: torch.Generator, kind: str
+) -> None:
+    calls = served_calls(device, generator)
+    assert list(calls) == SERVED
+    name, arguments = calls[kind]
+    tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+    output = getattr(fused, name)(*arguments)
+    expected = getattr(fused, f"_upstream_{name}")(*arguments)
+    assert counts(liger, name) == {"kernel": 1, "off": 0, "upstream": {}}
+    some = bool(output.numel())
+    assert launches(liger).get("swiglu_forward", 0) == some
+    torch.testing.assert_close(output, expected)
+    for ours, upstream in zip(gradients(output, tensors), gradients(expected, tensors), strict=True):
+        torch.testing.assert_close(ours, upstream)
+    backward = sum(n for launched, n in launches(liger).items() if launched != "swiglu_forward")
+    assert (backward > 0) == (some and output.requires_grad)
+
+
+def test_by_keyword_and_without_gradients(fused: ModuleType, liger: ModuleType, device: torch.device) -> None:
+    x = torch.ones(2, 4, device=device, requires_grad=True)
+    w = torch.ones(2, 1, device=device)
+    with torch.no_grad():
+        dense = fused.bias_swiglu_impl(bias=None, input=x, cpu_offload_input=False)
+        weighted = fused.weighted_bias_swiglu_impl(x, bias=None, weights=w, fp8_input_store=False)
+    assert torch.equal(dense, weighted)
+    assert not dense.requires_grad
+    assert [counts(liger, name)["kernel"] for name in ENTRIES] == [1, 1]
+
+
+def test_reach(
+    fused: ModuleType, liger: ModuleType, device: torch.device, generator: torch.Generator
+) -> None:
+    """Where upstream raises on three dimensions: rows that cannot be viewed flat, and no tokens."""
+    x = torch.randn(3, 2, 8, device=device, generator=generator).transpose(0, 1)
+    with pytest.raises(RuntimeError, match="view"):
+        fused._upstream_bias_swiglu_impl(x, None)
+    torch.testing.assert_close(
+        fused.bias_swiglu_impl(x, None), fused._upstream_bias_swiglu_impl(x.contiguous(), None)
+    )
+    empty = torch.randn(0, 1, 8, device=device)
+    with pytest.raises(RuntimeError):
+        fused._upstream_bias_swiglu_impl(empty, None)
+    assert fused.bias_swiglu_impl(empty, None).shape == (0, 1, 4)
+    weights = torch.ones(6, 1, device=device)
+    torch.testing.assert_close(
+        fused.weighted_bias_swiglu_impl(x, None, weights), fused.bias_swiglu_impl(x, None)
+    )
+    assert counts(liger, "weighted_bias_swiglu_impl") == {"kernel": 1, "off": 0, "upstream": {}}
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+DENSE, WEIGHTED = ENTRIES
+REFUSED: dict[str, tuple[str, str, Callable[[torch.Tensor], Call]]] = {
+    "fp8 store": (DENSE, "fp8_input_store", lambda x: ((x, None, True, False), {})),
+    "fp8 store, bias": (DENSE, "fp8_input_store", lambda x: ((x, x[0].clone(), True), {})),
+    "fp8 store, weighted": (WEIGHTED, "fp8_input_store", lambda x: ((x, None, x[:, :1].clone(), True), {})),
+    "fp8 store, by name": (DENSE, "fp8_input_store", lambda x: ((x, None), {"fp8_input_store": True})),
+    "offload": (DENSE, "cpu_offload_input", lambda x: ((x.clone(), None, False, True), {})),
+    "mixed": (DENSE, "input and bias of different dtypes", lambda x: ((x, x[0].bfloat16()), {})),
+    "bias, one": (DENSE, "bias of a shape other than [2n]", lambda x: ((x, x[0, :1]), {})),
+    "bias, 2-D": (DENSE, "bias of a shape other than [2n]", lambda x: ((x, x[:1]), {})),
+    "float64": (
+        DENSE,
+        "a dtype other than bfloat16, float16 and float32",
+        lambda x: ((x.double(), None), {}),
+    ),
+    "integers": (DENSE, "a dtype other than bfloat16, float16 and float32", lambda x: ((x.int(), None), {})),
+    "1-D": (DENSE, "input with other than 2 or 3 dimensions", lambda x: ((x[0], None), {})),
+    "4-D": (DENSE, "input with other than 2 or 3 dimensions", lambda x: ((x[None, None], None), {})),
+    "odd": (DENSE, "a last dimension that is not 2n with n > 0", lambda x: ((x[:, :7].clone(), None), {})),
+    "odd, works": (
+        DENSE,
+        "a last dimension that is not 2n with n > 0",
+        lambda x: ((x[:, :3].clone(), None), {}),
+    ),
+    "n = 0": (DENSE, "a last dimension that is not 2n with n > 0", lambda x: ((x[:, :0], None), {})),
+    "bias, weights": (WEIGHTED, "bias together with weights", lambda x: ((x, x[0], x[:, :1]), {})),
+    "no weights": (WEIGHTED, "an argument that is no plain tensor", lambda x: ((x, None, None), {})),
+    "weights, 1-D": (
+        WEIGHTED,
+        "weights of a shape other than [tokens, 1]",
+        lambda x: ((x, None, torch.ones(1, device=x.device)), {}),
+    ),
+    "weights, one": (
+        WEIGHTED,
+        "weights of a shape other than [tokens, 1]",
+        lambda x: ((x, None, x[:1, :1]), {}),
+    ),
+    "weights, wide": (
+        WEIGHTED,
+        "weights of a shape other than [tokens, 1]",
+        lambda x: ((x, None, x[:, :4]), {}),
+    ),
+    "weights, integers": (
+        WEIGHTED,
+        "weights that are not floating point of 16 bits or more",
+        lambda x: ((x, None, x[:, :1].int()), {}),
+    ),
+    "subclass": (
+        DENSE,
+        "an argument that is no plain tensor",
+        lambda x: ((x.as_subclass(Subclass), None), {}),
+    ),
+    "bias, subclass": (
+        DENSE,
+        "an argument that is no plain tensor",
+        lambda x: ((x, x[0].as_subclass(Subclass)), {}),
+    ),
+    "no tensor": (DENSE, "an argument that is no plain tensor", lambda x: (([[1.0, 2.0]], None), {})),
+    "meta": (
+        DENSE,
+        "a tensor on a device that is neither CUDA nor CPU",
+        lambda x: ((x.to("meta"), None), {}),
+    ),
+    "bias, meta": (DENSE, "tensors on different devices", lambda x: ((x, x[0].to("meta")), {})),
+    "weights, meta": (
+        WEIGHTED,
+        "tensors on different devices",
+        lambda x: ((x, None, x[:, :1].to("meta")), {}),
+    ),
+    "unknown option": (
+        DENSE,
+        "options that upstream's function does not have",
+        lambda x: ((x, None), {"clamp_value": None}),
+    ),
+    "option twice": (
+        DENSE,
+        "options that upstream's function does not have",
+        lambda x: ((x, None, False), {"fp8_input_store": False}),
+    ),
+    "too many options": (
+        DENSE,
+        "options that upstream's function does not have",
+        lambda x: ((x, None, False, False, None), {}),
+    ),
+}
+
+
+def outcome(function: Callable[..., torch.Tensor], call: Call) -> object:
+    """The result, or the type and text of the error."""
+    try:
+        return function(*call[0], **call[1])
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(
+    fused: ModuleType, liger: ModuleType, device: torch.device, generator: torch.Generator, kind: str
+) -> None:
+    """Upstream's own function serves it, result or error, and the reason is counted."""
+    name, reason, make = REFUSED[kind]
+    call = make(torch.randn(5, 8, device=device, generator=generator))
+    ours = outcome(getattr(fused, name), call)
+    upstream = outcome(getattr(fused, f"_upstream_{name}"), call)
+    assert type(ours) is type(upstream)
+    if isinstance(ours, torch.Tensor) and not ours.is_meta:
+        assert isinstance(upstream, torch.Tensor)
+        assert torch.equal(ours, upstream)
+    elif not isinstance(ours, torch.Tensor):
+        assert ours == upstream
+    assert counts(liger, name) == {"kernel": 0, "off": 0, "upstream": {reason: 1}}
+    assert not launches(liger)
+
+
+def test_refusals_of_upstream(fused: ModuleType, device: torch.device) -> None:
+    """The errors people meet are upstream's own."""
+    x = torch.ones(2, 8, device=device)
+    with pytest.raises(AssertionError):
+        fused.bias_swiglu_impl(x[0], None)
+    with pytest.raises(NotImplementedError, match="Bias is not supported"):
+        fused.weighted_bias_swiglu_impl(x, x[0], x[:, :1])
+    with pytest.raises(TypeError, match="clamp_value"):
+        fused.bias_swiglu_impl(x, None, clamp_value=1.0)
+    with pytest.raises(TypeError, match="bias"):
+        fused.bias_swiglu_impl(x)
+
+
+@pytest.mark.parametrize("kind", ["fp8 store", "fp8 store, weighted", "mixed", "4-D", "subclass"])
+@pytest.mark.usefixtures("strict")
+def test_strict(fused: ModuleType, liger: ModuleType, device: torch.device, kind: str) -> None:
+    name, reason, make = REFUSED[kind]
+    call = make(torch.ones(5, 8, device=device))
+    with pytest.raises(liger.FallbackError) as error:
+        getattr(fused, name)(*call[0], **call[1])
+    message = str(error.value)
+    assert message.startswith(f"swiglu: {name} ")
+    assert reason in message
+    assert "LIGER_MEGATRON=-swiglu" in message
+    assert counts(liger, name)["upstream"] == {}
+
+
+def test_logged_once_a_reason(
+    fused: ModuleType,
+    liger: ModuleType,
+    device: torch.device,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.import_module("megatron.core.liger.dispatch"), "_logged", {})
+    x = torch.ones(2, 8, device=device)
+    with caplog.at_level(logging.WARNING, "megatron.core.liger"):
+        for _ in range(3):
+            fused.bias_swiglu_impl(x, None, True)
+            fused.bias_swiglu_impl(x.double(), None)
+    texts = [r.getMessage() for r in caplog.records if r.name == "megatron.core.liger"]
+    assert texts == [
+        "swiglu: bias_swiglu_impl runs upstream's code: fp8_input_store",
+        "swiglu: bias_swiglu_impl runs upstream's code: a dtype other than bfloat16, float16 and float32",
+    ]
+    assert [r.levelname for r in caplog.records if r.name == "megatron.core.liger"] == ["WARNING"] * 2
+    assert set(counts(liger, "bias_swiglu_impl")["upstream"].values()) == {3}
+
+
+def test_offload_reaches_upstream(fused: ModuleType, device: torch.device) -> None:
+    x, bias = torch.ones(2, 8, device=device), torch.ones(8, device=device)
+    fused.bias_swiglu_impl(x, bias, False, True)
+    assert bias.activation_offloading is True  # type: ignore[attr-defined]
+
+
+def test_in_place_is_asked_for(
+    fused: ModuleType, liger: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The setting reaches the kernel: the gradient takes the saved activation's memory, and autograd knows."""
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+
+    def backward() -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = x * 2
+        before = hidden.detach().clone()
+        fused.bias_swiglu_impl(hidden, None).sum().backward()
+        return before, hidden.detach()
+
+    before, after = backward()
+    assert torch.equal(before, after)
+    monkeypatch.setattr(importlib.import_module("megatron.core.liger.swiglu").OP, "in_place", True)
+    x.grad = None
+    before, after = backward()
+    assert not torch.equal(before, after)
+
+
+def test_every_import_route(fused: ModuleType, liger: ModuleType, device: torch.device) -> None:
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+
+    modules = {
+        "megatron.core.transformer.mlp": ENTRIES,
+        "megatron.core.transformer.moe.experts": ENTRIES[1:],
+        "megatron.core.transformer.moe.shared_experts": ENTRIES[:1],
+    }
+    routes = [bias_swiglu_impl, fused.bias_swiglu_impl]
+    routes += [getattr(importlib.import_module(m), name) for m, names in modules.items() for name in names]
+    x = torch.ones(2, 8, device=device)
+    for done, route in enumerate(routes):
+        assert launches(liger).get("swiglu_forward", 0) == done
+        extra = (x[:, :1].clone(),) if route.__name__.startswith("weighted") else ()
+        route(x, None, *extra)
+    assert launches(liger) == {"swiglu_forward": len(routes)}
+
+
+def tail(namespace: dict[str, Any]) -> dict[str, Any]:
+    """The tail, run below functions of another release's signatures."""
+    path = Path(__file__).resolve().parents[2] / "overlay/megatron/core/fusions/fused_bias_swiglu.py"
+    namespace["__name__"] = "another_release"
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
+    return namespace
+
+
+def test_release_without_the_weighted_form(liger: ModuleType, device: torch.device) -> None:
+    def bias_swiglu_impl(input: Any, bias: Any, fp8_input_store: bool = False) -> str:
+        return "upstream"
+
+    names = tail({"bias_swiglu_impl": bias_swiglu_impl})
+    assert not any("weighted" in name for name in names)
+    x = torch.ones(2, 8, device=device)
+    assert names["bias_swiglu_impl"](x, None, False).shape == (2, 4)
+    assert names["bias_swiglu_impl"](x, None, True) == "upstream"
+    with pytest.raises(TypeError, match="cpu_offload_input"):
+        names["bias_swiglu_impl"](x, None, cpu_offload_input=False)
+
+
+@pytest.mark.parametrize("value", [7.0, 0.0])
+def test_option_of_a_later_release(liger: ModuleType, device: torch.device, value: float) -> None:
+    def bias_swiglu_impl(
+        input: Any,
+        bias: Any,
+        fp8_input_store: Any = False,
+        cpu_offload_input: Any = False,
+        clamp_value: Any = None,
+    ) -> object:
+        return "upstream", clamp_value
+
+    ours = tail({"bias_swiglu_impl": bias_swiglu_impl})["bias_swiglu_impl"]
+    x = torch.ones(2, 8, device=device)
+    assert ours(x, None, False, False, None).shape == (2, 4)
+    assert ours(x, None, clamp_value=None).shape == (2, 4)
+    assert ours(x, None, False, False, value) == ("upstream", value)
+    assert ours(x, None, clamp_value=value) == ("upstream", value)
+    assert counts(liger, "bias_swiglu_impl") == {"kernel": 2, "off": 0, "upstream": {"clamp_value": 2}}
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_under_torch_compile(
+    fused: ModuleType, liger: ModuleType, device: torch.device, fullgraph: bool
+) -> None:
+    """Upstream's code is traced: equal results, no new trace at later calls, counted once a trace."""
+
+    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        dense = fused.bias_swiglu_impl(x * 2, None, False, False)
+        weighted: torch.Tensor = fused.weighted_bias_swiglu_impl(x, None, w, False)
+        return dense + weighted
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=fullgraph)
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+    w = torch.randn(4, 1, device=device, requires_grad=True)
+    expected = block(x, w)
+    before = {name: counts(liger, name)["kernel"] for name in ENTRIES}
+    for _ in range(3):
+        output = compiled(x, w)
+        torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(gradients(output, [x, w]), gradients(expected, [x, w]))
+    for name in ENTRIES:
+        assert counts(liger, name) == {
+            "kernel": before[name],
+            "off": 0,
+            "upstream": {"traced by torch.compile": 1},
+        }
+
+
+@pytest.mark.usefixtures("strict")
+def test_strict_under_torch_compile(fused: ModuleType, liger: ModuleType, device: torch.device) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: fused.bias_swiglu_impl(x, None), backend="eager")
+    with pytest.raises(
+        RuntimeError, match=r"FallbackError: swiglu: bias_swiglu_impl .*traced by torch\.compile"
+    ):
+        compiled(torch.ones(4, 8, device=device))

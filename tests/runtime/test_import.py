@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The import contract: no Triton, no device, and never half of the overlay. And what lies under the kernels."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from .conftest import Python
+
+# Upstream's own modules may import Triton (through torch.compile), so: ours have not, at any import of it.
+IMPORT = """
+import sys, traceback
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            files = [frame.filename for frame in traceback.extract_stack()]
+            own = [f for f in files if "/megatron/core/liger/" in f or f.endswith("fused_bias_swiglu.py")]
+            assert not own, own
+        return None
+
+sys.meta_path.insert(0, Watch())
+import torch
+for name in ("_lazy_init", "is_available", "device_count", "current_device"):
+    def touched(*_, __name=name):
+        files = [frame.filename for frame in traceback.extract_stack()]
+        own = [f for f in files if "/megatron/core/liger/" in f]
+        assert not own, (__name, own)
+        return 0
+    setattr(torch.cuda, name, touched)
+import megatron.core.fusions.fused_bias_swiglu as fused
+assert not any(name.startswith("megatron.core.liger.kernels") for name in sys.modules)
+assert not torch.cuda.is_initialized()
+from megatron.core.liger import counters
+assert counters()["swiglu"]["launches"] == {}
+print("imported", fused.bias_swiglu_impl.__module__)
+"""
+
+
+def test_import_needs_neither_triton_nor_device(python: Python) -> None:
+    assert python(code=IMPORT).stdout == "imported megatron.core.fusions.fused_bias_swiglu\n"
+
+
+def test_without_triton_and_without_interpreter(python: Python) -> None:
+    """A machine without Triton runs upstream's code and says why; so does a CPU without the interpreter."""
+    code = """
+import sys, torch
+if {missing}:
+    sys.modules["triton"] = None
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, _upstream_bias_swiglu_impl
+from megatron.core.liger import counters
+x = torch.randn(3, 8)
+assert torch.equal(bias_swiglu_impl(x, None), _upstream_bias_swiglu_impl(x, None))
+print(counters()["swiglu"]["entries"]["bias_swiglu_impl"])
+"""
+    for missing, reason, interpret in (
+        (True, "Triton cannot be imported", "1"),
+        (False, "a CPU tensor without TRITON_INTERPRET=1", "0"),
+    ):
+        done = python(code=code.format(missing=missing), TRITON_INTERPRET=interpret)
+        assert f"{{'kernel': 0, 'off': 0, 'upstream': {{{reason!r}: 1}}}}" in done.stdout
+        assert f": swiglu upstream ({reason}) | torch " in done.stdout
+        assert done.stderr.count(f"swiglu: bias_swiglu_impl runs upstream's code: {reason}") == 1
+
+
+@pytest.fixture()
+def copy(overlaid_tree: Path, tmp_path: Path) -> Path:
+    """A copy of the overlaid tree to damage."""
+    return Path(shutil.copytree(overlaid_tree, tmp_path / "copy"))
+
+
+def remove(package: Path) -> None:
+    shutil.rmtree(package)
+
+
+def remove_a_module(package: Path) -> None:
+    (package / "swiglu.py").unlink()
+
+
+def spoil(package: Path) -> None:
+    (package / "dispatch.py").write_text("import a_module_that_nobody_has\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (remove, "No module named 'megatron.core.liger'"),
+        (remove_a_module, "megatron.core.liger"),
+        (spoil, "a_module_that_nobody_has"),
+    ],
+)
+def test_never_half(python: Python, copy: Path, damage: Callable[[Path], None], name: str) -> None:
+    damage(copy / "megatron/core/liger")
+    code = """
+import sys
+try:
+    import megatron.core.fusions.fused_bias_swiglu
+except ImportError as error:
+    print("raised", error)
+assert "megatron.core.fusions.fused_bias_swiglu" not in sys.modules
+"""
+    done = python(code=code, tree=copy)
+    assert done.stdout.startswith("raised ")
+    assert name in done.stdout
+
+
+@pytest.fixture()
+def dispatch(liger: ModuleType) -> ModuleType:
+    return importlib.import_module("megatron.core.liger.dispatch")
+
+
+def a_triton(version: str, interpret: bool = False) -> Any:
+    return SimpleNamespace(
+        __version__=version, knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=interpret))
+    )
+
+
+@pytest.mark.parametrize(
+    ("triton", "torch_version", "hip", "cuda", "cpu"),
+    [
+        ("3.2.0", "2.6.0", None, None, "a CPU tensor without TRITON_INTERPRET=1"),
+        ("3.10.0+git1", "2.10.0a0+nv", None, None, "a CPU tensor without TRITON_INTERPRET=1"),
+        ("3.1.0", "2.6.0", None, "Triton is older than 3.2", "Triton is older than 3.2"),
+        ("2.9.9", "2.6.0", None, "Triton is older than 3.2", "Triton is older than 3.2"),
+        ("3.2.0", "2.5.1+cu124", None, "torch is older than 2.6", "torch is older than 2.6"),
+        ("3.2.0", "1.13.0", None, "torch is older than 2.6", "torch is older than 2.6"),
+        ("3.2.0", "2.6.0", "6.2", "ROCm has not been measured", "ROCm has not been measured"),
+        (None, "2.6.0", None, "Triton cannot be imported", "Triton cannot be imported"),
+    ],
+)
+def test_platforms(
+    dispatch: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    triton: str | None,
+    torch_version: str,
+    hip: str | None,
+    cuda: str | None,
+    cpu: str | None,
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None if triton is None else a_triton(triton))
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    platform = dispatch.Platform()
+    assert platform.triton == triton
+    assert platform.unusable("cuda") == cuda
+    assert platform.unusable("cpu") == cpu
+    assert platform.unusable("xpu") == "a tensor on a device that is neither CUDA nor CPU"
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_interpreter(dispatch: ModuleType, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """With Triton's knobs, and with a Triton that has none yet."""
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    on = value == "1"
+    for triton in (a_triton("3.6.0", interpret=on), SimpleNamespace(__version__="3.2.0")):
+        monkeypatch.setitem(sys.modules, "triton", triton)
+        platform = dispatch.Platform()
+        assert platform.interpreted is on
+        assert (platform.unusable("cpu") is None) is on
+        assert platform.unusable("cuda") is None

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lines of a job: on rank 0, at the first call and at exit, once each."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from .conftest import Python
+
+CALLS = """
+import torch
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+print("imported", flush=True)
+x = torch.ones(2, 8, requires_grad=True)
+for _ in range(3):
+    bias_swiglu_impl(x, None).sum().backward()
+bias_swiglu_impl(x, None, True)
+weighted_bias_swiglu_impl(x, None, x[:, :1])
+print("called", flush=True)
+"""
+HEAD = r"liger overlay 1 for Megatron-Core 0\.16\.1"
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("liger overlay")]
+
+
+def test_both_lines(python: Python, overlaid_tree: object) -> None:
+    done = python(code=CALLS, TRITON_INTERPRET="1")
+    printed = done.stdout.splitlines()
+    assert [line.split()[0] for line in printed] == ["imported", "liger", "called", "liger"]
+    core = re.escape(f"{overlaid_tree}/megatron/core")
+    assert re.fullmatch(
+        rf"{HEAD}: swiglu kernel \| torch \S+ triton \S+ device cpu \(Triton's interpreter\) \| {core}",
+        printed[1],
+    )
+    assert re.fullmatch(
+        rf"{HEAD} at exit: swiglu: bias_swiglu_impl 3 kernel \+ 1 upstream \(fp8_input_store\), "
+        rf"weighted_bias_swiglu_impl 1 kernel, launches swiglu_backward 3, swiglu_forward 4 \| {core}",
+        printed[3],
+    )
+
+
+@pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"])
+@pytest.mark.parametrize(("rank", "printed"), [("0", 2), ("1", 0)])
+def test_rank_of_the_launcher(python: Python, name: str, rank: str, printed: int) -> None:
+    done = python(code=CALLS, TRITON_INTERPRET="1", **{name: rank})
+    assert len(lines(done.stdout)) == printed
+
+
+def test_rank_of_torch_distributed(python: Python) -> None:
+    """It counts more than the environment."""
+    code = """
+import torch
+torch.distributed.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+"""
+    code = "from torch.testing._internal.distributed.fake_pg import FakeStore" + code + CALLS
+    assert lines(python(code=code, TRITON_INTERPRET="1", RANK="0", WORLD_SIZE="4").stdout) == []
+    code = code.replace("rank=3", "rank=0")
+    assert len(lines(python(code=code, TRITON_INTERPRET="1", RANK="3", WORLD_SIZE="4").stdout)) == 2
+
+
+IMPORT_ONLY = "import megatron.core.fusions.fused_bias_swiglu"
+
+
+def test_installed_never_used(python: Python) -> None:
+    """Said of a distributed job's rank 0, and of nothing else."""
+    done = python(code=IMPORT_ONLY, RANK="0", WORLD_SIZE="2")
+    (line,) = lines(done.stdout)
+    assert re.match(rf"{HEAD} at exit: installed, never used: swiglu: never called \| ", line)
+    assert lines(python(code=IMPORT_ONLY, RANK="1", WORLD_SIZE="2").stdout) == []
+    assert lines(python(code=IMPORT_ONLY).stdout) == []
+    assert lines(python(code=IMPORT_ONLY, SLURM_PROCID="0").stdout) == []  # an interactive shell of a job
+
+
+def test_not_in_children(python: Python) -> None:
+    """A fork, as data loaders make, and a spawned helper that inherits rank 0's environment."""
+    fork = """
+import os, sys, torch
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+child = os.fork()
+if not child:
+    bias_swiglu_impl(torch.ones(2, 8), None)
+    sys.exit(0)  # runs what is registered for the end of a process
+assert os.waitpid(child, 0)[1] == 0
+"""
+    (line,) = lines(python(code=fork, TRITON_INTERPRET="1", RANK="0", WORLD_SIZE="2").stdout)
+    assert "never used" in line
+    spawn = """
+import importlib, multiprocessing
+import megatron.core.fusions.fused_bias_swiglu
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(
+        target=importlib.import_module, args=("megatron.core.fusions.fused_bias_swiglu",)
+    )
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+"""
+    assert len(lines(python(code=spawn, RANK="0", WORLD_SIZE="2").stdout)) == 1
+
+
+def test_never_stops_a_job(python: Python) -> None:
+    """A closed standard output, a device without a name, a damaged record."""
+    code = """
+import sys
+from megatron.core.liger import dispatch, installed, job
+def fail(*_):
+    raise RuntimeError("broken")
+installed.release = fail
+sys.stdout.close()
+"""
+    done = python(
+        code=code + CALLS.replace("print(", "str(").replace(", flush=True", ""), TRITON_INTERPRET="1"
+    )
+    assert "Traceback" not in done.stderr
+    assert "broken" not in done.stderr

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m megatron.core.liger``: what it says of the installation, of this process, and of a script."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from .conftest import Python
+
+FUSED = "megatron/core/fusions/fused_bias_swiglu.py"
+
+
+def test_text(python: Python, overlaid_tree: Path) -> None:
+    done = python("-m", "megatron.core.liger", RANK="0", WORLD_SIZE="2")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("liger overlay 1 for Megatron-Core 0.16.1, commit ")
+    assert lines[1] == f"  {overlaid_tree}/megatron/core"
+    assert "  swiglu: installed, enabled, " in done.stdout
+    assert "used 0 times in this process" in done.stdout
+    assert "this process has just begun" in done.stdout
+    assert f"  installed: {FUSED} " in done.stdout
+    assert "problem" not in done.stdout
+    assert "at exit" not in done.stdout  # the report is no job
+
+
+def test_without_triton(python: Python, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n", encoding="utf-8")
+    tree = Path(importlib.import_module("megatron.core.liger.installed").CORE).parent.parent
+    done = python("-m", "megatron.core.liger", PYTHONPATH=f"{tmp_path}{os.pathsep}{tree}", LIGER_MEGATRON="0")
+    assert "triton none" in done.stdout
+    assert (
+        "swiglu: installed, off by LIGER_MEGATRON, not usable here (Triton cannot be imported)" in done.stdout
+    )
+
+
+def test_json(python: Python, overlaid_tree: Path) -> None:
+    data = json.loads(python("-m", "megatron.core.liger", "--json", TRITON_INTERPRET="1").stdout)
+    assert (data["overlay"], data["release"], data["files_as_in"]) == (1, "0.16.1", ["0.16.1"])
+    assert data["core"] == f"{overlaid_tree}/megatron/core"
+    assert data["problems"] == []
+    swiglu = data["ops"]["swiglu"]
+    assert swiglu["installed"] == "installed"
+    assert (swiglu["enabled"], swiglu["usable"], swiglu["why_not"], swiglu["used"]) == (True, True, None, 0)
+    assert set(data["files"]) >= {FUSED, "megatron/core/liger/kernels/swiglu.py"}
+    for entry in data["files"].values():
+        assert entry["state"] == "installed"
+        assert entry["found"] == entry["expected"]
+
+
+def test_damage(python: Python, overlaid_tree: Path, pristine_tree: Path, tmp_path: Path) -> None:
+    """Changed files, an upstream file, a missing one and a missing record: each is named, exit code 1."""
+    tree = Path(shutil.copytree(overlaid_tree, tmp_path / "copy"))
+    kernel = tree / "megatron/core/liger/kernels/swiglu.py"
+    kernel.write_text(kernel.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    shutil.copy(pristine_tree / FUSED, tree / FUSED)
+    data = json.loads(python("-m", "megatron.core.liger", "--json", tree=tree, expect=1).stdout)
+    assert data["ops"]["swiglu"]["installed"] == "not installed"
+    kernel_problem, fused_problem = sorted(data["problems"], reverse=True)
+    assert kernel_problem.startswith(
+        "megatron/core/liger/kernels/swiglu.py: changed since it was applied (sha256 "
+    )
+    assert fused_problem.startswith(f"{FUSED}: not installed (sha256 ")
+
+    kernel.unlink()
+    shutil.copy(overlaid_tree / FUSED, tree / FUSED)
+    with (tree / FUSED).open("a", encoding="utf-8") as file:
+        file.write("# mine\n")
+    done = python("-m", "megatron.core.liger", tree=tree, expect=1)
+    assert "swiglu: changed since it was applied, enabled" in done.stdout
+    assert "  not installed: megatron/core/liger/kernels/swiglu.py missing" in done.stdout
+
+    (tree / "megatron/core/liger/overlay.json").unlink()
+    done = python("-m", "megatron.core.liger", tree=tree, expect=1)
+    assert "overlay.json is missing or damaged" in done.stdout
+    assert "swiglu: not installed" in done.stdout
+
+
+def test_counts_of_this_process(fused: ModuleType, liger: ModuleType) -> None:
+    import torch
+
+    fused.bias_swiglu_impl(torch.ones(2, 8, device="cuda" if torch.cuda.is_available() else "cpu"), None)
+    data = liger.report()
+    assert data["ops"]["swiglu"]["used"] == 1
+    assert data["ops"]["swiglu"]["launches"] == {"swiglu_forward": 1}
+    assert data["script"] is None
+    json.dumps(data)
+
+
+def test_script_says_shadowed(
+    python: Python, overlaid_tree: Path, pristine_tree: Path, tmp_path: Path
+) -> None:
+    """A checkout that holds the script comes before the installed overlay."""
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    (checkout / "megatron").symlink_to(pristine_tree / "megatron")
+    script = checkout / "pretrain.py"
+    script.write_text("raise SystemExit('the script was run')\n", encoding="utf-8")
+    done = python("-m", "megatron.core.liger", "--script", str(script), expect=1, cwd=tmp_path)
+    core = f"{pristine_tree}/megatron/core"
+    assert f"script {script} would import {core}\n  another one, not overlaid\n" in done.stdout
+    assert f"problem: SHADOWED: {script} would import {core}, which is not overlaid" in done.stdout
+    assert f"apply --tree {pristine_tree}" in done.stdout
+
+    moved = tmp_path / "elsewhere.py"
+    moved.write_text(script.read_text(encoding="utf-8"), encoding="utf-8")
+    done = python("-m", "megatron.core.liger", "--script", str(moved), cwd=tmp_path)
+    assert f"would import {overlaid_tree}/megatron/core\n  this one, overlaid, version 1\n" in done.stdout
+
+    done = python("-m", "megatron.core.liger", "--script", str(tmp_path / "none.py"), expect=2, cwd=tmp_path)
+    assert "no such script" in done.stderr
+
+
+class Places:
+    """Small trees that hold a ``megatron/core``, for what finds it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def core(self, name: str, package: bool = False) -> Path:
+        core = self.root / name / "megatron" / "core"
+        core.mkdir(parents=True)
+        (core / "__init__.py").write_text("raise RuntimeError('imported')\n", encoding="utf-8")
+        if package:
+            (core.parent / "__init__.py").write_text("raise RuntimeError('imported')\n", encoding="utf-8")
+        return core
+
+    def portion(self, name: str, package: bool = False) -> None:
+        (self.root / name / "megatron" / "training").mkdir(parents=True)
+        if package:
+            (self.root / name / "megatron" / "__init__.py").touch()
+
+    def script(self, name: str) -> Path:
+        (self.root / name).mkdir(parents=True, exist_ok=True)
+        path = self.root / name / "train.py"
+        path.write_text("raise SystemExit('the script was run')\n", encoding="utf-8")
+        return path
+
+    def actual(self, script: Path) -> Path | None:
+        """What a run finds: a script at the same place that asks the import system itself."""
+        probe = script.with_name("probe_of_it.py")
+        probe.write_text("import megatron.core\n", encoding="utf-8")
+        done = subprocess.run([sys.executable, str(probe)], capture_output=True, text=True)
+        files = [
+            line.split('"')[1] for line in done.stderr.splitlines() if "megatron/" in line and '"' in line
+        ]
+        return Path(files[0]).parent if files else None
+
+
+@pytest.fixture()
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return Places(tmp_path)
+
+
+@pytest.fixture()
+def report(liger: ModuleType) -> ModuleType:
+    return (
+        importlib.import_module("megatron.core.liger.dispatch") and sys.modules["megatron.core.liger.report"]
+    )
+
+
+def test_script_folder_first(places: Places, report: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = places.core("near"), places.core("far")
+    monkeypatch.setenv("PYTHONPATH", "far")  # relative to where it runs
+    assert (
+        report.core_of_script(places.script("near")) == near == places.actual(places.root / "near/train.py")
+    )
+    assert (
+        report.core_of_script(places.script("other")) == far == places.actual(places.root / "other/train.py")
+    )
+
+
+def test_none(places: Places, report: ModuleType) -> None:
+    assert report.core_of_script(places.script("other")) is None
+    places.portion("portion")
+    assert report.core_of_script(places.script("portion")) is None
+
+
+def test_first_portion_with_core_wins(
+    places: Places, report: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.portion("near")
+    first, _ = places.core("a"), places.core("b")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["a", "b"]))
+    script = places.script("near")
+    assert report.core_of_script(script) == first == places.actual(script)
+
+
+def test_a_package_ends_the_namespace(
+    places: Places, report: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ``megatron/__init__.py`` wins over portions before it, and hides all others, even without a core."""
+    places.core("near")
+    package = places.core("package", package=True)
+    monkeypatch.setenv("PYTHONPATH", "package")
+    script = places.script("near")
+    assert report.core_of_script(script) == package
+    assert places.actual(script) == package.parent  # its __init__.py runs first
+    places.portion("empty", package=True)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["empty", "package"]))
+    assert report.core_of_script(script) is None
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no safe path")
+def test_safe_path(places: Places, report: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    places.core("near")
+    far = places.core("far")
+    monkeypatch.setenv("PYTHONPATH", "far")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    script = places.script("near")
+    assert report.core_of_script(script) == far == places.actual(script)
+
+
+def test_links_and_folders(places: Places, report: ModuleType) -> None:
+    """A linked script counts as where it leads to; a folder with a ``__main__.py`` as itself."""
+    near = places.core("near")
+    script = places.script("near")
+    places.core("away")
+    link = places.root / "away" / "link.py"
+    link.symlink_to(script)
+    assert report.core_of_script(link) == near
+    (places.root / "near" / "__main__.py").touch()
+    assert report.core_of_script(places.root / "near") == near
+
+
+def test_modules_beside_the_script_are_not_imported(places: Places, report: ModuleType) -> None:
+    near = places.core("near")
+    script = places.script("near")
+    for name in ("json", "importlib"):
+        (places.root / "near" / f"{name}.py").write_text("raise SystemExit('imported')\n", encoding="utf-8")
+    shutil.copy(places.root / "near" / "json.py", places.root / "json.py")
+    assert report.core_of_script(script) == near
+
+
+def test_site_packages(places: Places, report: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment's own site-packages, and a source that a ``.pth`` file there names, come last."""
+    venv.create(places.root / "env", with_pip=False, symlinks=True)
+    python = places.root / "env/bin/python"
+    site = next((places.root / "env/lib").glob("python*/site-packages"))
+    monkeypatch.setattr(sys, "executable", str(python))
+    source = places.core("source")
+    (site / "megatron_core.pth").write_text(f"{source.parent.parent}\n", encoding="utf-8")
+    script = places.script("other")
+    assert report.core_of_script(script) == source == places.actual(script)
+    installed = places.core(str(site.relative_to(places.root)))
+    assert report.core_of_script(script) == installed == places.actual(script)
+    near = places.core("near")
+    assert report.core_of_script(places.script("near")) == near
