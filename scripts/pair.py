@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pristine and an overlaid tree of the same Megatron-Core, for the commands that compare the two."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.apply import apply_tree, build_tree, split_ops
+from scripts.errors import UsageError
+from scripts.manifest import load
+from scripts.overlay import RECORD
+from scripts.revert import revert_tree
+from scripts.tree import Tree
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two trees that differ by the overlay only.
+
+    Attributes:
+        name: what was asked for, to print.
+        pristine: the tree without the overlay.
+        overlaid: the tree with it.
+        folder: an empty folder for whatever the comparison writes; gone afterwards.
+    """
+
+    name: str
+    pristine: Path
+    overlaid: Path
+    folder: Path
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The ops that the overlaid tree's own record names."""
+        record = json.loads((self.overlaid / RECORD).read_text(encoding="utf-8"))
+        return tuple(record["ops"])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what to compare: a release or a tree, and the ops."""
+    parser.add_argument("release", nargs="?", metavar="megatron==VERSION", help="the pinned release to compare")
+    parser.add_argument("--tree", type=Path, metavar="PATH", help="or a tree, overlaid or pristine; copied, not changed")
+    parser.add_argument("--ops", metavar="OP,…", help="only these ops (default: all)")
+
+
+@contextmanager
+def open_pair(arguments: argparse.Namespace) -> Iterator[Pair]:
+    """The two trees that the arguments of :func:`add_arguments` ask for, in a temporary folder.
+
+    An overlaid ``--tree`` is compared as it is with its reverted copy, a pristine one with its overlaid copy.
+
+    Raises:
+        UsageError: not exactly one of release and ``--tree``, or ``--ops`` with an overlaid tree.
+        OverlayError: whatever apply and revert refuse.
+    """
+    if (arguments.release is None) == (arguments.tree is None):
+        found = "neither" if arguments.tree is None else "both"
+        raise UsageError("command line", "a release or --tree PATH", found, "write megatron==VERSION, or --tree PATH")
+    ops = split_ops(arguments.ops)
+    with tempfile.TemporaryDirectory(prefix="megatron-pair-") as temporary:
+        folder = Path(temporary)
+        pristine, overlaid = folder / "pristine", folder / "overlaid"
+        if arguments.tree is None:
+            release = load().release(arguments.release)
+            name = f"megatron-core {release.version}"
+            for dest in (pristine, overlaid):
+                build_tree(release, ops, dest, overlaid=dest is overlaid)
+        else:
+            name = str(arguments.tree)
+            source = Tree.locate(arguments.tree).root
+            for dest in (pristine, overlaid):
+                # Only the package: a checkout's history and a site-packages' neighbours stay where they are.
+                shutil.copytree(source / "megatron", dest / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+                _make_writable(dest)
+            if (source / RECORD).exists():
+                if ops is not None:
+                    remedy = "leave --ops away, or revert the tree first"
+                    raise UsageError("command line", "--ops with a pristine tree", "an overlaid one", remedy)
+            else:
+                apply_tree(overlaid, ops)
+            revert_tree(pristine)
+        work = folder / "work"
+        work.mkdir()
+        yield Pair(name, pristine, overlaid, work)
+
+
+def _make_writable(root: Path) -> None:
+    for folder, _, files in os.walk(root):
+        for item in (Path(folder), *(Path(folder, file) for file in files)):
+            item.chmod(item.stat().st_mode | 0o200)
