@@ -14,6 +14,9 @@ import triton
 #: Kernel launches of this process by name; read by the report and by tests.
 LAUNCHES: Counter[str] = Counter()
 
+#: Collectives that this process has taken part in, by name of the op.
+COLLECTIVES: Counter[str] = Counter()
+
 
 @dataclass(frozen=True)
 class Launch:
