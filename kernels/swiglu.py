@@ -3,7 +3,7 @@
 """SwiGLU over one buffer: `silu(gate) · up`, the gate in columns [0, n) and up in [n, 2n) of the same row.
 
 The kernels address both halves through one pointer, so nothing is chunked, copied or concatenated: the forward
-moves 3n elements a row, the backward 5n, and less is not possible. The bias gradient takes no atomics: every
+moves 3n elements a row, the backward 5n, and less is not possible. The bias gradient takes no atomics: a
 program walks a fixed set of rows with its sums in registers and writes them once, to its own row of a small
 float32 buffer.
 """
@@ -28,7 +28,7 @@ WEIGHT_DTYPES = (*DTYPES, torch.float64)
 def swiglu_reference(
     y: torch.Tensor, bias: torch.Tensor | None = None, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The same in plain PyTorch, in the dtypes given: `y` `[..., 2n]`, `bias` `[2n]`, `weights` `[..., 1]`."""
+    """The same in plain PyTorch, in the dtypes given. `y` `[..., 2n]`, `bias` `[2n]`, `weights` `[..., 1]`"""
     if bias is not None:
         y = y + bias
     gate, up = y.chunk(2, dim=-1)
@@ -74,6 +74,8 @@ def choose_launch(kernel: str, n: int, element_size: int, warp_size: int = WARP_
     max_block_bytes, vectors, stages = _LIMITS[kernel]
     block = min(max(next_power_of_2(n), 16), max_block_bytes // element_size)
     rows = max(1, MIN_TILE_BYTES // (block * element_size))
+    if rows > 1:
+        vectors = 1  # each row of a tile takes registers for its addresses
     threads = min(rows * block * element_size // (vectors * VECTOR_BYTES), MAX_THREADS)
     return Launch(rows, block, max(1, threads // warp_size), stages)
 
@@ -488,12 +490,12 @@ def swiglu(
     All arithmetic is in float32 and each result is rounded once, when it is stored.
 
     Args:
-        y: `[..., 2n]`, bfloat16, float16 or float32, any strides. Rows with no common stride are copied once.
-        bias: `[2n]` in the dtype of `y`, added to each row first. Its gradient is summed in float32, always in
-            the same order, and has the dtype of the bias.
-        weights: `[rows, 1]` (or `[..., 1]`), a factor for each row, any floating dtype of 16 bits or more, any
+        y: `[..., 2n]`, bfloat16, float16 or float32, any strides. Rows of no common stride are copied once.
+        bias: `[2n]` in the dtype of `y`, added to each row first. Its gradient is summed in float32, in an
+            order that never changes, and has the dtype of the bias.
+        weights: `[rows, 1]` (or `[..., 1]`), a factor for each row, any floating dtype from 16 bits on, any
             strides. The gradient has the dtype of the weights.
-        in_place: let the backward write the gradient of `y` over `y`. Autograd is told: a second backward, or
+        in_place: let the backward write the gradient of `y` over `y`. Autograd is told: a second backward or
             another operation that saved `y` and whose backward comes later, raises its usual error. A new
             buffer is taken all the same where `y` is a leaf or a view of one (whose data must survive),
             overlaps itself (an expanded tensor), or had to be copied.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounding in Triton's interpreter, which runs the kernels where there is no accelerator.
+"""bfloat16 in Triton's interpreter, which runs the kernels where there is no accelerator.
 
-A compiled kernel rounds float32 to bfloat16 to nearest, ties to even. The interpreter cuts the low bits off
-(seen in Triton 3.2 to 3.9), so results would be wrong by up to a unit in the last place, always towards zero.
+A compiled kernel rounds float32 to bfloat16 to nearest, ties to even, and widens bfloat16 exactly. The
+interpreter (seen in Triton 3.9) cuts the low bits off, so that results are up to a unit in the last place too
+small, and reads subnormal bfloat16 as zero.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _PROBE = (
     (0x3F807FFF, 0x3F80),
     (0xBF818000, 0xBF82),
     (0x00008001, 0x0001),
+    (0x00410000, 0x0041),
 )
 
 
@@ -35,27 +37,34 @@ def nearest_even(values: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
     return np.where(is_nan, quiet_nan, rounded).astype(np.uint16)
 
 
-def rounds_to_nearest() -> bool:
-    """Whether the interpreter rounds float32 to bfloat16 as a compiled kernel does."""
+def widened(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
+    """The float32 bits of bfloat16 `values`; exact."""
+    return np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16
+
+
+def converts_right() -> bool:
+    """Whether the interpreter converts between float32 and bfloat16 as a compiled kernel does."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    values = np.array([bits for bits, _ in _PROBE] + [0x7F800001, 0xFFC00000], dtype=np.uint32).view(
-        np.float32
-    )
-    handle = interpreter.TensorHandle(values, tl.float32)
-    got = interpreter.interpreter_builder.cast_impl(handle, tl.bfloat16).data.view(np.uint16)
-    right = [bits for _, bits in _PROBE]
-    return got[: len(right)].tolist() == right and bool(np.all((got[len(right) :] & 0x7FFF) > 0x7F80))
+    cast = interpreter.interpreter_builder.cast_impl
+    nans = [0x7F800001, 0xFFC00000]
+    values = np.array([bits for bits, _ in _PROBE] + nans, dtype=np.uint32).view(np.float32)
+    narrow = cast(interpreter.TensorHandle(values, tl.float32), tl.bfloat16).data.view(np.uint16)
+    right = np.array([bits for _, bits in _PROBE], dtype=np.uint16)
+    if narrow[: len(right)].tolist() != right.tolist() or np.any((narrow[len(right) :] & 0x7FFF) <= 0x7F80):
+        return False
+    wide = cast(interpreter.TensorHandle(right, tl.bfloat16), tl.float32).data.view(np.uint32)
+    return bool(np.array_equal(wide, widened(right)))
 
 
 def round_bf16_to_nearest_even() -> bool:
-    """Make the interpreter round to nearest even. True if that took a change, False if it did so already.
+    """Make the interpreter convert right. True if that took a change, False if it did so already.
 
     Raises:
         RuntimeError: this Triton's interpreter is wrong and built differently from those known.
     """
-    if rounds_to_nearest():
+    if converts_right():
         return False
 
     import triton.language as tl
@@ -67,13 +76,15 @@ def round_bf16_to_nearest_even() -> bool:
         towards_zero = rounding is not None and rounding != interpreter._ir.ROUNDING_MODE.RTNE
         if source == tl.float32 and target == tl.bfloat16 and not towards_zero:
             return nearest_even(values).reshape(values.shape)
+        if source == tl.bfloat16 and target == tl.float32:
+            return widened(values).reshape(values.shape)
         result: npt.NDArray[Any] = original(values, source, target, rounding)
         return result
 
     interpreter._convert_float = convert
-    if not rounds_to_nearest():
+    if not converts_right():
         interpreter._convert_float = original
         raise RuntimeError(
-            "Triton's interpreter does not round to bfloat16 as compiled kernels do, and cannot be changed"
+            "Triton's interpreter converts bfloat16 wrongly, and in a way that is not known here"
         )
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,42 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def truncate(values: Any, source: Any, target: Any, mode: Any) -> Any:
+    """Wrong in one way only: widens exactly, but does not round."""
+    if source.primitive_bitwidth == 16:
+        return rounding.widened(values).reshape(values.shape)
     return (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16).reshape(values.shape)
 
 
-def nearest(values: Any, source: Any, target: Any, mode: Any) -> Any:
+def flush(values: Any, source: Any, target: Any, mode: Any) -> Any:
+    """Wrong in one way only: rounds to nearest even, but takes a subnormal bfloat16 for zero."""
+    if source.primitive_bitwidth == 32:
+        return rounding.nearest_even(values).reshape(values.shape)
+    bits = rounding.widened(values)
+    return np.where(bits & 0x7F800000, bits, bits & 0x80000000).astype(np.uint32).reshape(values.shape)
+
+
+def right(values: Any, source: Any, target: Any, mode: Any) -> Any:
+    if source.primitive_bitwidth == 16:
+        return rounding.widened(values).reshape(values.shape)
     return rounding.nearest_even(values).reshape(values.shape)
 
 
-def cast(values: np.ndarray) -> np.ndarray:
-    """Float32 to bfloat16 bits as the interpreter does it now."""
+def narrowed(values: np.ndarray) -> np.ndarray:
+    """Float32 to bfloat16 bits, as the interpreter does it now."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     handle = interpreter.TensorHandle(values, tl.float32)
     return interpreter.interpreter_builder.cast_impl(handle, tl.bfloat16).data.view(np.uint16)
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """Bfloat16 to float32 bits, as the interpreter does it now."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    handle = interpreter.TensorHandle(bits, tl.bfloat16)
+    return interpreter.interpreter_builder.cast_impl(handle, tl.float32).data.view(np.uint32)
 
 
 def all_upper_halves() -> np.ndarray:
@@ -51,23 +74,26 @@ def test_nearest_even_is_pytorchs_rounding() -> None:
     )
 
 
-def test_a_truncating_interpreter_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", [truncate, flush])
+def test_a_wrong_interpreter_is_changed(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Any]) -> None:
     from triton.runtime import interpreter
 
-    monkeypatch.setattr(interpreter, "_convert_float", truncate)
-    assert not rounding.rounds_to_nearest()
+    monkeypatch.setattr(interpreter, "_convert_float", wrong)
+    assert not rounding.converts_right()
     assert rounding.round_bf16_to_nearest_even()
-    assert rounding.rounds_to_nearest()
+    assert rounding.converts_right()
     values = all_upper_halves()
-    assert np.array_equal(cast(values), rounding.nearest_even(values))
+    assert np.array_equal(narrowed(values), rounding.nearest_even(values))
+    upper = np.arange(2**16, dtype=np.uint16)
+    assert np.array_equal(widened(upper), upper.astype(np.uint32) << 16)
 
 
-def test_an_interpreter_that_rounds_right_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_right_interpreter_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import interpreter
 
-    monkeypatch.setattr(interpreter, "_convert_float", nearest)
+    monkeypatch.setattr(interpreter, "_convert_float", right)
     assert not rounding.round_bf16_to_nearest_even()
-    assert interpreter._convert_float is nearest
+    assert interpreter._convert_float is right
 
 
 def test_an_unknown_interpreter_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +102,10 @@ def test_an_unknown_interpreter_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     builder = type(interpreter.interpreter_builder)
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
-        return interpreter.TensorHandle(truncate(source.data, None, None, None), target.scalar)
+        return interpreter.TensorHandle(truncate(source.data, source.dtype, target, None), target.scalar)
 
     monkeypatch.setattr(builder, "cast_impl", cast_impl)
-    with pytest.raises(RuntimeError, match="does not round"):
+    with pytest.raises(RuntimeError, match="not known here"):
         rounding.round_bf16_to_nearest_even()
 
 

@@ -32,6 +32,9 @@ ROWS = [1, 2, 7, 33]
 # units.
 ARITHMETIC = 16 * 2.0**-24
 
+# The interpreter's NumPy warns of what these tests are about.
+IGNORE_OVERFLOW = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -92,20 +95,13 @@ def run(
 
 
 def make(
-    mode: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    weight_dtype: torch.dtype | None = None,
+    mode: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Inputs, torch.Tensor]:
     """Fresh random inputs and an output gradient. `shape` is that of the output."""
     wide = (*shape[:-1], 2 * shape[-1])
     y = torch.randn(wide, device=device).to(dtype)
     bias = torch.randn(wide[-1], device=device).to(dtype) if mode == "bias" else None
-    rows = torch.Size(shape[:-1]).numel()
-    weights = (
-        torch.rand(rows, 1, device=device).to(weight_dtype or torch.float32) if mode == "weights" else None
-    )
+    weights = torch.rand(*shape[:-1], 1, device=device) if mode == "weights" else None
     return (y, bias, weights), torch.randn(shape, device=device).to(dtype)
 
 
@@ -122,7 +118,7 @@ def scales(inputs: Inputs, dout: torch.Tensor) -> dict[str, torch.Tensor]:
         out, dgate, dup = out * weights, dgate * weights, dup * weights
         return {"out": out, "dy": torch.cat((dgate, dup), -1), "dweights": dweights}
     dy = torch.cat((dgate, dup), -1)
-    return {"out": out, "dy": dy, "dbias": dy.reshape(-1, dy.shape[-1]).sum(0)}
+    return {"out": out, "dy": dy, "dbias": dy.reshape(dy.shape[:-1].numel(), dy.shape[-1]).sum(0)}
 
 
 def check(inputs: Inputs, dout: torch.Tensor, got: Result) -> None:
@@ -225,7 +221,7 @@ def test_known_values_with_weights(weight_dtype: torch.dtype, device: torch.devi
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@IGNORE_OVERFLOW
 def test_extreme_values(dtype: torch.dtype, device: torch.device) -> None:
     """Infinities and NaN come out where float64 has them; nothing overflows on the way to a finite result."""
     inf, nan, tiny = float("inf"), float("nan"), torch.finfo(dtype).smallest_normal / 8
@@ -250,9 +246,10 @@ def test_subnormal_results_survive(device: torch.device) -> None:
     for dtype, gate in ((torch.bfloat16, 1e-39), (torch.float16, 1e-6)):
         y = torch.tensor([[gate, 1.0]], device=device).to(dtype)
         out = swiglu(y)
-        assert out.item() == pytest.approx(y[0, 0].item() / 2, rel=0.1)
+        assert out.item() == pytest.approx(y[0, 0].item() / 2, rel=0.1, abs=0)
 
 
+@IGNORE_OVERFLOW
 def test_an_infinite_bias_leaves_no_nan_of_rows_past_the_end(device: torch.device) -> None:
     """Three rows leave most rows of the only tile empty; the gradient of up there is 0 · inf."""
     inputs, dout = make("bias", (3, 2), torch.float32, device)
@@ -350,11 +347,13 @@ def test_strides_of_weights(layout: str, device: torch.device) -> None:
 
 
 def test_weights_for_leading_dimensions(device: torch.device) -> None:
+    """One weight a row, whether the weights keep the leading dimensions of y or not."""
     (y, _, weights), dout = make("weights", (6, 40), torch.bfloat16, device)
     flat = run(swiglu, (y, None, weights), dout)
-    deep = run(swiglu, (y.view(3, 2, 80), None, weights.view(3, 2, 1)), dout.view(3, 2, 40))
-    assert torch.equal(deep.out, flat.out.view(3, 2, 40))
-    assert torch.equal(deep.dweights, flat.dweights.view(3, 2, 1))
+    for shape in ((3, 2, 1), (6, 1)):
+        deep = run(swiglu, (y.view(3, 2, 80), None, weights.view(shape)), dout.view(3, 2, 40))
+        assert torch.equal(deep.out, flat.out.view(3, 2, 40))
+        assert torch.equal(deep.dweights, flat.dweights.view(shape))
 
 
 def test_a_strided_bias(device: torch.device) -> None:
@@ -423,13 +422,11 @@ def test_empty(
 # --- Autograd ---
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["bias", "weights"])
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)], ids=str)
 def test_only_the_gradients_asked_for(
     mode: str, wanted: tuple[bool, bool], device: torch.device, launched: Counter[str]
 ) -> None:
-    if mode == "plain" and wanted != (True, False):
-        pytest.skip("only y can have a gradient")
     inputs, dout = make(mode, (5, 40), torch.bfloat16, device)
     expected = run(swiglu, inputs, dout)
     launched.clear()
@@ -489,7 +486,8 @@ def test_two_runs_are_bitwise_equal(mode: str, device: torch.device) -> None:
 def test_double_backward_is_refused(device: torch.device) -> None:
     (y, _, _), _ = make("plain", (5, 40), torch.float32, device)
     y.requires_grad_()
-    (dy,) = torch.autograd.grad(swiglu(y).sum(), y, create_graph=True)
+    dout = torch.ones(5, 40, device=device, requires_grad=True)
+    (dy,) = torch.autograd.grad(swiglu(y), y, dout, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dy.sum().backward()
 
