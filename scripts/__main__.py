@@ -24,7 +24,7 @@ _MODULES = {"pin": "pins"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns its exit code. A refusal is four lines on standard error and its own exit code."""
+    """Run a command; returns its exit code. A refusal is four lines on stderr and an exit code of its own."""
     argv = sys.argv[1:] if argv is None else argv
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(

@@ -24,7 +24,7 @@ _NO_NEWLINE = b"\\ No newline at end of file\n"
 
 
 def main(argv: list[str]) -> int:
-    """``diff --tree PATH``: the diff on standard output. Raises StateError where upstream's part was edited."""
+    """``diff --tree PATH``: the diff on stdout. Raises StateError where upstream's part was edited."""
     parser = argparse.ArgumentParser(prog="nox -s diff --", description=__doc__)
     parser.add_argument("--tree", type=Path, required=True, metavar="PATH", help="an overlaid tree")
     arguments = parser.parse_args(argv)

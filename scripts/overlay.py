@@ -23,8 +23,9 @@ ROOT = pins.ROOT
 PACKAGE = "megatron/core/liger"
 RECORD = f"{PACKAGE}/overlay.json"
 
+MARK = b"# >>> liger overlay for Megatron-Core,"
 _MARKER = re.compile(
-    rb"^# >>> liger overlay for Megatron-Core, version (\d+) \(op ([a-z0-9_]+)\): [^\r\n]*"
+    rb"^" + MARK + rb" version (\d+) \(op ([a-z0-9_]+)\): [^\r\n]*"
     rb" base-sha256=([0-9a-f]{64}) base-bytes=(\d+) tail-sha256=([0-9a-f]{64})\r?\n",
     re.MULTILINE,
 )
@@ -64,38 +65,40 @@ def sha256(data: bytes) -> str:
 def extend(base: bytes, tail: bytes, op: str, version: int | None = None) -> bytes:
     """``base`` with the tail of ``op`` below it; ``version`` defaults to this overlay's."""
     version = overlay_version() if version is None else version
-    newline = b"\n" if base and not base.endswith(b"\n") else b""
     marker = (
         f"# >>> liger overlay for Megatron-Core, version {version} (op {op}): all below this line was"
         f" added to the upstream file, which ends above it. base-sha256={sha256(base)} base-bytes={len(base)}"
         f" tail-sha256={sha256(tail)}\n"
     )
-    return base + newline + marker.encode() + tail
+    return base + _newline(base) + marker.encode() + tail
+
+
+def _newline(base: bytes) -> bytes:
+    return b"\n" if base and not base.endswith(b"\n") else b""
 
 
 def split(data: bytes) -> Extended | None:
     """Take an extended file apart; None for a file without a marker line.
 
-    When no marker fits what is above it, the first one's parts are returned with ``base_intact`` False.
+    Of several markers the one that fits what is above and below it counts, else the first that fits what is
+    above. Where none does, the first one's parts are returned with ``base_intact`` False.
     """
-    first = None
-    for match in _MARKER.finditer(data):
-        size = int(match[4])
-        tail = data[match.end() :]
-        found = Extended(
-            base=data[:size],
-            version=int(match[1]),
-            op=match[2].decode(),
-            tail=tail,
-            base_intact=data[size : match.start()] in (b"", b"\n")
-            and size <= match.start()
-            and sha256(data[:size]) == match[3].decode(),
-            tail_intact=sha256(tail) == match[5].decode(),
-        )
-        if found.base_intact:
-            return found
-        first = first or found
-    return first
+    found = [_parts(data, match) for match in _MARKER.finditer(data)]
+    return max(found, key=lambda parts: (parts.intact, parts.base_intact), default=None)
+
+
+def _parts(data: bytes, marker: re.Match[bytes]) -> Extended:
+    size, tail = int(marker[4]), data[marker.end() :]
+    base = data[:size]
+    whole = base + _newline(base) == data[: marker.start()]
+    return Extended(
+        base=base,
+        version=int(marker[1]),
+        op=marker[2].decode(),
+        tail=tail,
+        base_intact=whole and sha256(base) == marker[3].decode(),
+        tail_intact=sha256(tail) == marker[5].decode(),
+    )
 
 
 def load_overlay(root: Path = ROOT, manifest: pins.Manifest | None = None) -> Overlay:

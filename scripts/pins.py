@@ -44,7 +44,7 @@ class Published:
 
 
 def main(argv: list[str]) -> int:
-    """``pin megatron==V [--clone PATH] [--write]``; raises SourceError when the files of a release disagree."""
+    """``pin megatron==V [--clone PATH] [--write]``; raises SourceError when a release's files disagree."""
     parser = argparse.ArgumentParser(prog="nox -s pin --", description=__doc__)
     parser.add_argument("release", metavar="megatron==VERSION")
     parser.add_argument(

@@ -34,6 +34,10 @@ class Record:
         return files
 
     @property
+    def ops(self) -> tuple[str, ...]:
+        return tuple(self.document["ops"])
+
+    @property
     def previous(self) -> Mapping[str, list[str]]:
         """Hashes that an unfinished apply has yet to replace."""
         previous: Mapping[str, list[str]] = self.document.get("previous", {})
@@ -56,6 +60,7 @@ def read_record(data: bytes | None) -> Record | None:
         record = Record(document, data)
         right = (
             isinstance(document["overlay"], int)
+            and all(isinstance(op, str) for op in record.ops)
             and all(isinstance(e["after"], str) and e["action"] in _ACTIONS for e in record.files.values())
             and all(isinstance(h, str) for hashes in record.previous.values() for h in hashes)
             # A record must never lead a command out of the tree, or to itself.

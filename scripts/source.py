@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Get a pinned release: upstream's wheel, downloaded with pip and held against its pin before it is opened."""
+"""Get a pinned release: upstream's wheel, brought by pip and held against its pin before it is opened."""
 
 from __future__ import annotations
 

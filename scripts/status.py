@@ -9,10 +9,12 @@ from pathlib import Path
 from scripts.apply import is_patched_wheel, split_ops
 from scripts.errors import ExpectationError, OverlayError
 from scripts.manifest import Manifest, load
-from scripts.overlay import PACKAGE, RECORD, Overlay, load_overlay
+from scripts.overlay import PACKAGE, RECORD, Overlay, load_overlay, sha256
 from scripts.revert import plan_revert
 from scripts.tree import Tree
 from scripts.verify import EDITED, MISSING, OVERLAID, PRISTINE, FileState, State, inspect, plan, select_ops
+
+HALF = "half applied (apply or revert completes it)"
 
 
 def main(argv: list[str]) -> int:
@@ -46,25 +48,22 @@ def judge(tree: Tree, state: State, manifest: Manifest, overlay: Overlay) -> str
     if any(f.verdict == EDITED for f in files):
         return "changed by hand (or files in the overlay's place)"
     touched = [f for f in files if f.verdict == OVERLAID]
-    left = tree.leftovers([f.path for f in files] + [RECORD], PACKAGE)
+    if tree.leftovers([f.path for f in files] + [RECORD], PACKAGE):
+        return HALF
     if not touched and state.record is None:
         wrong = [f.path for f in state.upstream if f.verdict != PRISTINE]
-        if left:
-            return "half applied (apply or revert completes it)"
         return f"not supported as it is ({', '.join(wrong)})" if wrong else "pristine"
-    ops = state.ops
-    problem = mismatch(tree, ops, manifest, overlay) if ops else "no tail is in place"
-    if problem is None:
+    ops = state.record.ops if state.record else state.ops
+    known = set(ops) <= set(overlay.ops) and ops
+    if known and mismatch(tree, ops, manifest, overlay) is None:
         return f"overlaid, version {overlay.version}, ops {', '.join(ops)}"
-    if any(not f.current for f in touched) and whole(state):
+    if whole(state):
         return f"overlaid by another version or state of the overlay, ops {', '.join(ops)}"
-    return "half applied (apply or revert completes it)"
+    return HALF
 
 
 def whole(state: State) -> bool:
     """Whether the tree is what its own record says, whichever overlay wrote it."""
-    from scripts.overlay import sha256
-
     if state.record is None or state.record.previous:
         return False
     files = {f.path: f for f in state.files}
@@ -133,8 +132,11 @@ def mismatch(tree: Tree, ops: tuple[str, ...], manifest: Manifest, overlay: Over
         if action.changes and action.kind != "record":
             return f"{action.path} is not as this checkout writes it"
     state = inspect(tree.read, manifest, overlay)
-    if state.record is None or state.record.previous:
-        return f"{RECORD} is missing or unfinished"
+    if state.record is None or state.record.previous or set(state.record.ops) != set(ops):
+        return f"{RECORD} is missing, unfinished or of other ops"
+    left = tree.leftovers([f.path for f in state.files] + [RECORD], PACKAGE)
+    if left:
+        return f"{left[0]} was left by a run that was cut short"
     record = tree.installed_record()
     if record is not None and not is_patched_wheel(record):
         text = tree.read(record) or b""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the test suite with the running Python; where torch sees no GPU, kernels run in Triton's interpreter."""
+"""Run the test suite with the running Python; without a GPU, kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 

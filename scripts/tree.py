@@ -21,6 +21,7 @@ INIT = "megatron/core/__init__.py"
 _DEPTH = 4
 _LOOK_AT = 5000
 _PATIENCE_S = 60.0
+_TEMPORARY = ".liger-overlay.tmp"
 
 
 class Tree:
@@ -145,33 +146,44 @@ class Tree:
 
     def temporary(self, path: str) -> Path:
         target = self.path(path)
-        return target.with_name(f".{target.name}.liger-overlay.tmp")
+        return target.with_name(f".{target.name}{_TEMPORARY}")
 
     def sweep(self, paths: Iterable[str], folder: str) -> list[str]:
         """Take away what a killed run left beside ``paths``, and ``folder`` with its subfolders where empty.
 
         Returns what is left in ``folder``: files that are not ours.
         """
-        paths = list(paths)
-        for path in paths:
-            with suppress(NotADirectoryError):
-                self.temporary(path).unlink(missing_ok=True)
-        folders = sorted({p.parent for p in map(self.path, paths)} | {self.path(folder)}, reverse=True)
+        folders = self._folders(paths, folder)
+        for item in self._temporaries(folders):
+            item.unlink(missing_ok=True)
+        top = self.path(folder)
         for item in folders:
-            if item.is_relative_to(self.path(folder)):
+            if item.is_relative_to(top):
                 for empty in (item / "__pycache__", item):
                     with suppress(OSError):
                         empty.rmdir()
-        top = self.path(folder)
         return sorted(p.relative_to(self.root).as_posix() for p in top.rglob("*") if not p.is_dir())
 
     def leftovers(self, paths: Iterable[str], folder: str) -> list[str]:
-        """What a killed run left: temporary files beside ``paths``, and ``folder`` when nothing is in it."""
-        found = [p for path in paths if (p := self.temporary(path)).exists()]
-        top = self.path(folder)
-        if top.is_dir() and not any(p for p in top.rglob("*") if not p.is_dir() and p not in found):
-            found.append(top)
+        """What a killed run left: temporary files beside ``paths``, and empty folders in ``folder``."""
+        folders = self._folders(paths, folder)
+        found = self._temporaries(folders)
+        for item in folders:
+            ours = item.is_relative_to(self.path(folder)) and item.is_dir()
+            if ours and all(p.is_dir() or p in found for p in item.rglob("*")):
+                found.append(item)
         return [p.relative_to(self.root).as_posix() for p in found]
+
+    def _folders(self, paths: Iterable[str], folder: str) -> list[Path]:
+        """The folders of ``paths``, and ``folder`` with all below it, the deeper first."""
+        top = self.path(folder)
+        below = {p for p in top.rglob("*") if p.is_dir() and not p.is_symlink()}
+        return sorted({self.path(path).parent for path in paths} | {top} | below, reverse=True)
+
+    @staticmethod
+    def _temporaries(folders: Iterable[Path]) -> list[Path]:
+        # By pattern: another version of the overlay may have been cut short at a file that this one has not.
+        return sorted(p for folder in folders for p in folder.glob(f".*{_TEMPORARY}"))
 
     def drop_bytecode(self, path: str) -> None:
         """Delete what ``__pycache__`` holds for a source file, and the cache when that empties it."""

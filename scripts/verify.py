@@ -13,7 +13,7 @@ from typing import Any
 
 from scripts.errors import OverlayError, StateError, TreeError, UsageError
 from scripts.manifest import Manifest, Release, TouchedFile, Variant
-from scripts.overlay import PACKAGE, RECORD, Overlay, extend, sha256, split
+from scripts.overlay import MARK, PACKAGE, RECORD, Overlay, extend, sha256, split
 from scripts.record import Record, dump, read_record
 
 Read = Callable[[str], "bytes | None"]
@@ -134,7 +134,8 @@ def _upstream(read: Read, file: TouchedFile, overlay: Overlay) -> FileState:
         return FileState(file.path, "extend", found.op, EDITED, data, base_or_none, version=found.version)
     variant = file.variant(sha256(base))
     if found is None:
-        verdict = PRISTINE if variant else UNKNOWN
+        damaged = MARK in data and variant is None  # a formatter has broken the marker line, say
+        verdict = EDITED if damaged else PRISTINE if variant else UNKNOWN
         return FileState(file.path, "extend", file.op, verdict, data, base, variant)
     current = (found.version, found.tail) == (overlay.version, overlay.tails.get(file.path))
     return FileState(file.path, "extend", found.op, OVERLAID, data, base, variant, found.version, current)
@@ -152,7 +153,7 @@ def _added(path: str, data: bytes | None, known: Mapping[str, list[str]], overla
 
 
 def select_ops(overlay: Overlay, ops: Iterable[str] | None) -> tuple[str, ...]:
-    """The ops to apply, in the overlay's order; None means all. Raises UsageError for unknown ones or none."""
+    """The ops to apply, in the overlay's order; None means all. Raises UsageError for an unknown one."""
     if ops is None:
         return overlay.ops
     wanted = set(ops)
@@ -266,7 +267,7 @@ def edited(file: FileState) -> StateError:
         found = "other content, which the overlay did not write"
         remedy = "move the file elsewhere to keep it, or delete it, then retry"
         return StateError(file.path, "no file, or one that the overlay wrote", found, remedy)
-    if file.data is not None and b"\r\n" in file.data.rsplit(b"# >>> liger overlay", 1)[-1]:
+    if file.data is not None and b"\r\n" in file.data.rsplit(MARK, 1)[-1]:
         remedy = "restore the file with core.autocrlf off, then retry"
         return StateError(file.path, "an overlaid file as written", "its line ends were made CRLF", remedy)
     found = "lines that were changed by hand after the overlay was applied"
@@ -289,14 +290,15 @@ def unknown(file: FileState, pin: TouchedFile, release: Release | None, left: li
     """The refusal of an upstream file that is not pinned; ``left`` are the ops that still apply."""
     variants = [v for v in pin.variants if release is None or release.version in v.releases]
     expected = (
-        "; ".join(f"{v.sha256[:12]}… ({', '.join(v.releases)})" for v in variants) or "a pinned variant"
+        "; ".join(f"{v.sha256[:12]}… ({', '.join(v.releases)})" for v in variants)
+        or f"a pinned file{f' of {release.version}' if release else ''}"
     )
     still = f"; --ops {','.join(left)} still applies" if left else ""
     if file.data is None:
         return TreeError(file.path, expected, "no file", f"restore the file{still}")
     base = file.base if file.base is not None else file.data
     found = f"sha256 {sha256(base)[:12]}…, {len(base)} bytes"
-    if pin.variant(sha256(base.replace(b"\r\n", b"\n"))):
+    if b"\r\n" in base and pin.variant(sha256(base.replace(b"\r\n", b"\n"))):
         remedy = "check the tree out with core.autocrlf off (git config core.autocrlf false)"
         return TreeError(file.path, expected, f"{found}: the same but for CRLF line ends", remedy + still)
     if file.variant is not None:

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""apply and revert on fake trees: every byte and mode comes back, and what is refused is left alone."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scripts import tree as tree_module
+from scripts.errors import OverlayError, StateError, TreeError, UsageError
+from scripts.overlay import PACKAGE, RECORD, extend
+from scripts.verify import plan
+
+ALPHA = "megatron/core/fusions/alpha.py"
+BETA = "megatron/core/fusions/beta.py"
+BETA2 = "megatron/core/tensor_parallel/beta.py"
+
+CONTENT = st.builds(
+    lambda lines, end, last: end.join(lines) + last,
+    st.lists(st.sampled_from([b"x = 1", b"y  ", b"", b"\t", b"\xff\x00"]), max_size=4),
+    st.sampled_from([b"\n", b"\r\n"]),
+    st.sampled_from([b"", b"\n", b"\r\n", b"   ", b"\n\n"]),
+)
+MODES = st.sampled_from([0o644, 0o755, 0o600, 0o664, 0o640])
+
+
+@settings(deadline=None, max_examples=60)
+@given(bases=st.fixed_dictionaries({ALPHA: CONTENT, BETA: CONTENT, BETA2: CONTENT}), mode=MODES)
+def test_revert_gives_back_every_byte_and_mode(
+    new_world: Callable[..., Any], bases: dict[str, bytes], mode: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        world = new_world(Path(folder), bases).write()
+        world.path(ALPHA).chmod(mode)
+        before = world.snapshot()
+        world.apply()
+        assert world.path(ALPHA).read_bytes().startswith(bases[ALPHA])
+        assert stat.S_IMODE(world.path(ALPHA).stat().st_mode) == mode
+        world.revert()
+        assert world.snapshot() == before
+
+
+def test_what_apply_writes(world: Any) -> None:
+    planned = world.apply()
+    for path, tail in world.overlay.tails.items():
+        op = world.manifest.files[path].op
+        assert world.path(path).read_bytes() == extend(world.upstream[path], tail, op, 1)
+    for path, data in world.overlay.added.items():
+        assert world.path(path).read_bytes() == data
+    record = json.loads(world.path(RECORD).read_bytes())
+    assert record["overlay"] == 1
+    assert record["release"] is None
+    assert record["files_as_in"] == ["1.0"]
+    assert record["ops"] == ["alpha", "beta"]
+    assert set(record["files"]) == {*world.overlay.tails, *world.overlay.added}
+    assert planned.actions[0].path == RECORD
+    assert world.path(RECORD).read_bytes().endswith(b"}\n")
+
+
+def test_added_files_do_not_depend_on_the_umask(world: Any) -> None:
+    old = os.umask(0o077)
+    try:
+        world.apply()
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(world.path(f"{PACKAGE}/dispatch.py").stat().st_mode) == 0o644
+    assert stat.S_IMODE(world.path(f"{PACKAGE}/kernels").stat().st_mode) == 0o755
+
+
+def test_a_second_apply_writes_nothing(world: Any) -> None:
+    world.apply()
+    times = {p: p.stat().st_mtime_ns for p in world.root.rglob("*")}
+    assert not world.apply().changes
+    assert {p: p.stat().st_mtime_ns for p in world.root.rglob("*")} == times
+
+
+@pytest.mark.parametrize("first", [(), ("alpha",), ("beta",)])
+@pytest.mark.parametrize("second", [(), ("alpha",), ("beta",)])
+def test_another_set_of_ops_gives_what_it_gives_on_a_pristine_tree(
+    new_world: Callable[..., Any], tmp_path: Path, first: tuple[str, ...], second: tuple[str, ...]
+) -> None:
+    world, direct = new_world(tmp_path / "a").write(), new_world(tmp_path / "b").write()
+    before = world.snapshot()
+    world.apply(*first)
+    world.apply(*second)
+    direct.apply(*second)
+    assert world.snapshot() == direct.snapshot()
+    world.revert()
+    assert world.snapshot() == before
+
+
+def test_a_later_overlay_replaces_an_earlier_one(
+    new_world: Callable[..., Any], tmp_path: Path, later: Callable[[Any], Any]
+) -> None:
+    world, direct = new_world(tmp_path / "a").write(), new_world(tmp_path / "b").write()
+    before = world.snapshot()
+    world.apply()
+    later(world).apply()
+    later(direct).apply()
+    assert world.snapshot() == direct.snapshot()
+    world.revert()  # the earlier overlay knows the later one's files by the record
+    assert world.snapshot() == before
+
+
+def test_revert_on_a_pristine_tree_does_nothing(world: Any) -> None:
+    times = {p: p.stat().st_mtime_ns for p in world.root.rglob("*")}
+    planned, left = world.revert()
+    assert not planned.changes
+    assert not left
+    assert {p: p.stat().st_mtime_ns for p in world.root.rglob("*")} == times
+
+
+def test_hard_links_keep_their_content(world: Any, tmp_path: Path) -> None:
+    other = tmp_path / "other-name.py"
+    os.link(world.path(ALPHA), other)
+    world.apply()
+    assert other.read_bytes() == world.upstream[ALPHA]
+    assert world.path(ALPHA).read_bytes() != world.upstream[ALPHA]
+
+
+def test_a_changed_file_never_keeps_its_whole_second(world: Any) -> None:
+    far = 4_000_000_000
+    os.utime(world.path(ALPHA), (far, far))
+    seen = [int(world.path(path).stat().st_mtime) for path in (ALPHA, BETA)]
+    for step in (world.apply, world.revert, world.apply):
+        step()
+        now = [int(world.path(path).stat().st_mtime) for path in (ALPHA, BETA)]
+        assert all(a < b for a, b in zip(seen, now, strict=True))
+        seen = now
+
+
+def test_bytecode_of_touched_files_goes_and_other_bytecode_stays(world: Any) -> None:
+    cache = world.path("megatron/core/fusions/__pycache__")
+    cache.mkdir()
+    gone = [cache / f"alpha.cpython-{v}.pyc" for v in ("310", "311.opt-1", "312")]
+    stay = [cache / "alpha_two.cpython-311.pyc", cache / "other.cpython-311.pyc"]
+    for path in (*gone, *stay):
+        path.write_bytes(b"stale")
+    world.apply()
+    assert not any(path.exists() for path in gone)
+    assert all(path.exists() for path in stay)
+    ours = world.path(f"{PACKAGE}/kernels/__pycache__/__init__.cpython-311.pyc")
+    ours.parent.mkdir()
+    ours.write_bytes(b"x")
+    world.revert()
+    assert not world.path(PACKAGE).exists()
+
+
+def test_a_stranger_in_our_folder_stays(world: Any) -> None:
+    world.apply()
+    notes = world.path(f"{PACKAGE}/notes.txt")
+    notes.write_text("mine")
+    _, left = world.revert()
+    assert left == [f"{PACKAGE}/notes.txt"]
+    assert notes.read_text() == "mine"
+    assert [p.name for p in world.path(PACKAGE).iterdir()] == ["notes.txt"]
+
+
+def test_a_version_that_says_otherwise_is_accepted_by_its_files(world: Any) -> None:
+    world.path("megatron/core/package_info.py").write_bytes(
+        b'MAJOR = 9\nMINOR = 9\nPATCH = 0\nPRE_RELEASE = "rc0"\n'
+    )
+    assert world.apply().files_as_in == ("1.0",)
+    assert world.tree.says() == "9.9.0rc0"
+
+
+def test_an_empty_file_that_is_pinned_as_such(new_world: Callable[..., Any], tmp_path: Path) -> None:
+    world = new_world(tmp_path / "tree", {ALPHA: b""}).write()
+    world.apply()
+    assert world.path(ALPHA).read_bytes().startswith(b"# >>> liger overlay")
+    world.revert()
+    assert world.path(ALPHA).read_bytes() == b""
+
+
+def edit(path: str, change: Callable[[bytes], bytes]) -> Callable[[Any], None]:
+    def do(world: Any) -> None:
+        target = world.path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(change(target.read_bytes() if target.exists() else b""))
+
+    return do
+
+
+def link_file(world: Any) -> None:
+    world.path(ALPHA).rename(world.root / "elsewhere.py")
+    world.path(ALPHA).symlink_to(world.root / "elsewhere.py")
+
+
+def link_folder(world: Any) -> None:
+    (world.root / "elsewhere").mkdir()
+    world.path(PACKAGE).symlink_to(world.root / "elsewhere")
+
+
+def read_only(*paths: str) -> Callable[[Any], None]:
+    def do(world: Any) -> None:
+        for path in paths or [p.relative_to(world.root) for p in world.root.rglob("*")]:
+            target = world.root / path
+            target.chmod(target.stat().st_mode & ~0o222)
+
+    return do
+
+
+REFUSED = {
+    "one byte changed": (edit(ALPHA, lambda d: d.replace(b"x", b"z", 1)), TreeError, ALPHA, "parity"),
+    "CRLF": (edit(BETA, lambda d: d.replace(b"\n", b"\r\n")), TreeError, BETA, "autocrlf"),
+    "missing": (lambda w: w.path(ALPHA).unlink(), TreeError, ALPHA, "restore"),
+    "emptied": (edit(ALPHA, lambda d: b""), TreeError, ALPHA, "parity"),
+    "other file there": (
+        edit(f"{PACKAGE}/dispatch.py", lambda d: b"mine"), StateError, f"{PACKAGE}/dispatch.py", "move",
+    ),
+    "other record": (edit(RECORD, lambda d: b"{}"), StateError, RECORD, "move"),
+    "no record": (edit(RECORD, lambda d: b"not json"), StateError, RECORD, "move"),
+    "our folder is a file": (edit(PACKAGE, lambda d: b"mine"), StateError, PACKAGE, "move"),
+    "a folder in the way": (
+        lambda w: w.path(f"{PACKAGE}/kernels/__init__.py").mkdir(parents=True),
+        TreeError, f"{PACKAGE}/kernels/__init__.py", "move",
+    ),
+    "linked file": (link_file, TreeError, ALPHA, "link"),
+    "linked folder": (link_folder, TreeError, PACKAGE, "link"),
+    "read-only": (read_only(), TreeError, "megatron/core", "chmod"),
+    "read-only file": (read_only(BETA), TreeError, BETA, "chmod"),
+    "read-only folder": (read_only("megatron/core/fusions"), TreeError, "megatron/core/fusions", "chmod"),
+    "no megatron": (
+        lambda w: w.path("megatron/core/__init__.py").unlink(), TreeError, "tree", "give the folder",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_nothing_written(world: Any, case: str) -> None:
+    spoil, error, file, remedy = REFUSED[case]
+    spoil(world)
+    before = world.snapshot()
+    times = {p: p.lstat().st_mtime_ns for p in world.root.rglob("*")}
+    with pytest.raises(error) as caught:
+        world.apply()
+    assert isinstance(caught.value, OverlayError)
+    assert file in caught.value.file
+    assert remedy in caught.value.remedy
+    assert caught.value.expected
+    assert caught.value.found
+    assert world.snapshot() == before
+    assert {p: p.lstat().st_mtime_ns for p in world.root.rglob("*")} == times
+
+
+EDITED = {
+    "tail": (edit(ALPHA, lambda d: d + b"# mine\n"), ALPHA),
+    "above the marker": (edit(ALPHA, lambda d: b"# mine\n" + d), ALPHA),
+    "added file": (edit(f"{PACKAGE}/dispatch.py", lambda d: d + b"# mine\n"), f"{PACKAGE}/dispatch.py"),
+    "line ends": (edit(BETA, lambda d: d.replace(b"\n", b"\r\n")), BETA),
+}
+
+
+@pytest.mark.parametrize("case", EDITED)
+@pytest.mark.parametrize("step", ["apply", "revert", "other ops"])
+def test_changes_by_hand_are_never_overwritten(world: Any, case: str, step: str) -> None:
+    world.apply()
+    spoil, file = EDITED[case]
+    spoil(world)
+    before = world.snapshot()
+    with pytest.raises(StateError) as caught:
+        world.revert() if step == "revert" else world.apply(*(["beta"] if step == "other ops" else []))
+    assert caught.value.file == file
+    assert world.snapshot() == before
+
+
+def test_revert_refuses_a_read_only_tree(world: Any) -> None:
+    world.apply()
+    read_only()(world)
+    before = world.snapshot()
+    with pytest.raises(TreeError):
+        world.revert()
+    assert world.snapshot() == before
+    for path in world.root.rglob("*"):
+        path.chmod(path.stat().st_mode | 0o200)
+
+
+def test_revert_asks_for_an_extended_file_that_is_gone(world: Any) -> None:
+    world.apply()
+    world.path(ALPHA).unlink()
+    with pytest.raises(StateError, match=ALPHA):
+        world.revert()
+    world.path(ALPHA).write_bytes(world.upstream[ALPHA])  # as a checkout of the file does
+    world.revert()
+    assert not world.path(PACKAGE).exists()
+
+
+def test_the_refusal_names_the_ops_that_still_apply(world: Any) -> None:
+    edit(BETA2, lambda d: d + b"#")(world)
+    with pytest.raises(TreeError) as caught:
+        world.apply()
+    assert "--ops alpha still applies" in caught.value.remedy
+    assert not world.path(PACKAGE).exists()
+    assert world.apply("alpha").ops == ("alpha",)
+    with pytest.raises(TreeError) as caught:
+        world.apply("beta")
+    assert "--ops" not in caught.value.remedy
+
+
+@pytest.mark.parametrize("ops", [("gamma",), ("alpha", "gamma"), ("",)])
+def test_unknown_ops_are_named(world: Any, ops: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match="alpha, beta"):
+        world.apply(*ops)
+
+
+def test_a_wheel_of_another_release_is_refused(world: Any) -> None:
+    from scripts.manifest import Release
+
+    with pytest.raises(TreeError, match=r"as in 1\.0"):
+        plan(world.tree.read, world.manifest, world.overlay, None, Release("2.0", ()))
+
+
+@pytest.mark.parametrize("path", ["../outside.py", "/etc/passwd", "megatron/../../outside.py", "outside.py"])
+def test_a_record_never_leads_out_of_the_tree(world: Any, tmp_path: Path, path: str) -> None:
+    victim = tmp_path / "outside.py"
+    victim.write_bytes(b"")
+    world.apply()
+    record = json.loads(world.path(RECORD).read_bytes())
+    entry = {"action": "add", "op": None, "before": None, "after": "e3b0c44298fc1c149afbf4c8996fb924"}
+    record["files"][path] = entry
+    world.path(RECORD).write_text(json.dumps(record))
+    with pytest.raises(StateError, match=r"overlay\.json"):
+        world.revert()
+    assert victim.exists()
+
+
+def _apply_at_once(world: Any, barrier: Any) -> None:
+    barrier.wait(10)
+    world.apply()
+
+
+def test_two_applies_at_once(new_world: Callable[..., Any], tmp_path: Path) -> None:
+    world, alone = new_world(tmp_path / "a").write(), new_world(tmp_path / "b").write()
+    alone.apply()
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(4)
+    workers = [context.Process(target=_apply_at_once, args=(world, barrier)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+        assert worker.exitcode == 0
+    assert world.snapshot() == alone.snapshot()
+
+
+def test_a_tree_that_stays_locked_is_refused(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_module, "_PATIENCE_S", 0.0)
+    before = world.snapshot()
+    with world.tree.lock(), pytest.raises(StateError, match="another apply or revert"):
+        world.apply()
+    assert world.snapshot() == before
+
+
+def test_the_trees_near_a_wrong_folder_are_named(world: Any) -> None:
+    for path in (world.root.parent, world.root / "megatron", world.root / "megatron" / "core"):
+        with pytest.raises(TreeError) as caught:
+            tree_module.Tree.locate(path)
+        assert f"--tree {world.root}" in caught.value.remedy
+
+
+def test_the_source_of_an_editable_install_is_named(world: Any, tmp_path: Path) -> None:
+    info = tmp_path / "site" / "megatron_core-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "direct_url.json").write_text(
+        json.dumps({"url": world.root.as_uri(), "dir_info": {"editable": True}})
+    )
+    with pytest.raises(TreeError) as caught:
+        tree_module.Tree.locate(tmp_path / "site")
+    assert f"--tree {world.root}" in caught.value.remedy
