@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator,misc"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
 """SwiGLU over one buffer: `silu(gate) · up`, the gate in columns [0, n) and up in [n, 2n) of the same row.
 
-The kernels address both halves through one pointer, so nothing is chunked, copied or concatenated: the forward
+The kernels address both halves through one pointer: nothing is chunked, copied or concatenated. The forward
 moves 3n elements a row, the backward 5n, and less is not possible. The bias gradient takes no atomics: a
 program walks a fixed set of rows with its sums in registers and writes them once, to its own row of a small
 float32 buffer.

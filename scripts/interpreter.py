@@ -39,7 +39,7 @@ def nearest_even(values: npt.NDArray[Any]) -> npt.NDArray[np.uint16]:
 
 def widened(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
     """The float32 bits of bfloat16 `values`; exact."""
-    return np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16
+    return np.left_shift(np.ascontiguousarray(values).view(np.uint16), 16, dtype=np.uint32)
 
 
 def converts_right() -> bool:
