@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The taken-over functions: they look like upstream's, run on the kernel, and fall back where they have to."""
+"""The taken-over functions: they look like upstream's, run on the kernel, fall back where they must."""
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ def test_offload_reaches_upstream(fused: ModuleType, device: torch.device) -> No
 def test_in_place_is_asked_for(
     fused: ModuleType, liger: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The setting reaches the kernel: the gradient takes the saved activation's memory, and autograd knows."""
+    """The setting reaches the kernel: the gradient takes the saved memory, and autograd knows."""
     x = torch.randn(4, 8, device=device, requires_grad=True)
 
     def backward() -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The import contract: no Triton, no device, and never half of the overlay. And what lies under the kernels."""
+"""The import contract: no Triton, no device, never half of the overlay. And what lies under the kernels."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ print(counters()["swiglu"]["entries"]["bias_swiglu_impl"])
         assert done.stderr.count(f"swiglu: bias_swiglu_impl runs upstream's code: {reason}") == 1
 
 
-@pytest.fixture()
+@pytest.fixture
 def copy(overlaid_tree: Path, tmp_path: Path) -> Path:
     """A copy of the overlaid tree to damage."""
     return Path(shutil.copytree(overlaid_tree, tmp_path / "copy"))
@@ -113,7 +113,7 @@ assert "megatron.core.fusions.fused_bias_swiglu" not in sys.modules
     assert name in done.stdout
 
 
-@pytest.fixture()
+@pytest.fixture
 def dispatch(liger: ModuleType) -> ModuleType:
     return importlib.import_module("megatron.core.liger.dispatch")
 

@@ -59,7 +59,7 @@ UNSERVED = {
 @pytest.mark.parametrize("reason", UNSERVED)
 def test_unserved(liger: ModuleType, device: torch.device, reason: str) -> None:
     arguments = UNSERVED[reason](torch.ones(2, 8, device=device))
-    with pytest.raises(RuntimeError, match=f"does not serve this call: {reason}.*fallback_impl"):
+    with pytest.raises(RuntimeError, match=rf"does not serve this call: {reason}\..*fallback_impl"):
         liger.LigerMegatronSwiGLU()(*arguments)
     assert counts(liger) == {"kernel": 0, "off": 0, "upstream": {}}
     seen: list[tuple[Any, ...]] = []
@@ -72,7 +72,7 @@ def test_unserved(liger: ModuleType, device: torch.device, reason: str) -> None:
 @pytest.mark.usefixtures("strict")
 def test_strict(liger: ModuleType, device: torch.device) -> None:
     module = liger.LigerMegatronSwiGLU(fallback_impl=lambda *_: pytest.fail("fell back"))
-    with pytest.raises(liger.FallbackError, match="swiglu: LigerMegatronSwiGLU .*fp8_input_store"):
+    with pytest.raises(liger.FallbackError, match=r"swiglu: LigerMegatronSwiGLU .*fp8_input_store"):
         module(torch.ones(2, 8, device=device), None, True)
 
 

@@ -58,31 +58,38 @@ def test_json(python: Python, overlaid_tree: Path) -> None:
 
 
 def test_damage(python: Python, overlaid_tree: Path, pristine_tree: Path, tmp_path: Path) -> None:
-    """Changed files, an upstream file, a missing one and a missing record: each is named, exit code 1."""
+    """A changed file, one that is upstream's, a missing one: each is named, and the exit code is 1."""
     tree = Path(shutil.copytree(overlaid_tree, tmp_path / "copy"))
-    kernel = tree / "megatron/core/liger/kernels/swiglu.py"
-    kernel.write_text(kernel.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    kernels = tree / "megatron/core/liger/kernels"
+    with (kernels / "swiglu.py").open("a", encoding="utf-8") as file:
+        file.write("# mine\n")
+    (kernels / "launches.py").unlink()
     shutil.copy(pristine_tree / FUSED, tree / FUSED)
     data = json.loads(python("-m", "megatron.core.liger", "--json", tree=tree, expect=1).stdout)
     assert data["ops"]["swiglu"]["installed"] == "not installed"
-    kernel_problem, fused_problem = sorted(data["problems"], reverse=True)
-    assert kernel_problem.startswith(
-        "megatron/core/liger/kernels/swiglu.py: changed since it was applied (sha256 "
-    )
-    assert fused_problem.startswith(f"{FUSED}: not installed (sha256 ")
+    assert [problem.partition(" (sha256 ")[0] for problem in data["problems"]] == [
+        f"{FUSED}: not installed",
+        "megatron/core/liger/kernels/launches.py: not installed",
+        "megatron/core/liger/kernels/swiglu.py: changed since it was applied",
+    ]
 
-    kernel.unlink()
-    shutil.copy(overlaid_tree / FUSED, tree / FUSED)
-    with (tree / FUSED).open("a", encoding="utf-8") as file:
+
+def test_damaged_record(python: Python, overlaid_tree: Path, tmp_path: Path) -> None:
+    tree = Path(shutil.copytree(overlaid_tree, tmp_path / "copy"))
+    (tree / "megatron/core/liger/overlay.json").write_text("{", encoding="utf-8")
+    done = python("-m", "megatron.core.liger", tree=tree, expect=1)
+    assert "overlay.json is missing or damaged: apply the overlay again" in done.stdout
+    assert "  swiglu: not installed, " in done.stdout
+
+
+def test_tail_changed_by_hand(liger: ModuleType, overlaid_tree: Path, tmp_path: Path) -> None:
+    installed = importlib.import_module("megatron.core.liger.installed")
+    core = Path(shutil.copytree(overlaid_tree / "megatron/core", tmp_path / "copy/megatron/core"))
+    assert installed.op_state("swiglu", installed.files(core)) == "installed"
+    with (core.parent.parent / FUSED).open("a", encoding="utf-8") as file:
         file.write("# mine\n")
-    done = python("-m", "megatron.core.liger", tree=tree, expect=1)
-    assert "swiglu: changed since it was applied, enabled" in done.stdout
-    assert "  not installed: megatron/core/liger/kernels/swiglu.py missing" in done.stdout
-
-    (tree / "megatron/core/liger/overlay.json").unlink()
-    done = python("-m", "megatron.core.liger", tree=tree, expect=1)
-    assert "overlay.json is missing or damaged" in done.stdout
-    assert "swiglu: not installed" in done.stdout
+    assert installed.op_state("swiglu", installed.files(core)) == "changed since it was applied"
+    assert installed.op_state("norms", installed.files(core)) == "not installed"
 
 
 def test_counts_of_this_process(fused: ModuleType, liger: ModuleType) -> None:
@@ -111,13 +118,31 @@ def test_script_says_shadowed(
     assert f"problem: SHADOWED: {script} would import {core}, which is not overlaid" in done.stdout
     assert f"apply --tree {pristine_tree}" in done.stdout
 
-    moved = tmp_path / "elsewhere.py"
-    moved.write_text(script.read_text(encoding="utf-8"), encoding="utf-8")
-    done = python("-m", "megatron.core.liger", "--script", str(moved), cwd=tmp_path)
-    assert f"would import {overlaid_tree}/megatron/core\n  this one, overlaid, version 1\n" in done.stdout
 
-    done = python("-m", "megatron.core.liger", "--script", str(tmp_path / "none.py"), expect=2, cwd=tmp_path)
-    assert "no such script" in done.stderr
+def test_script_of_this_core(
+    liger: ModuleType, overlaid_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(overlaid_tree))
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    with pytest.raises(FileNotFoundError, match="no such script"):
+        liger.report(script)
+    script.touch()
+    data = liger.report(script)
+    assert data["script"] == {
+        "script": str(script),
+        "core": f"{overlaid_tree}/megatron/core",
+        "this": True,
+        "overlaid": True,
+        "overlay": 1,
+    }
+    assert data["problems"] == []
+    text = sys.modules["megatron.core.liger.report"].text(data)
+    assert f"would import {overlaid_tree}/megatron/core\n  this one, overlaid, version 1" in text
+
+    monkeypatch.delenv("PYTHONPATH")
+    (problem,) = liger.report(script)["problems"]
+    assert problem == f"{script} would find no megatron.core"
 
 
 class Places:
@@ -156,7 +181,7 @@ class Places:
         return Path(files[0]).parent if files else None
 
 
-@pytest.fixture()
+@pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
@@ -164,7 +189,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
     return Places(tmp_path)
 
 
-@pytest.fixture()
+@pytest.fixture
 def report(liger: ModuleType) -> ModuleType:
     return (
         importlib.import_module("megatron.core.liger.dispatch") and sys.modules["megatron.core.liger.report"]

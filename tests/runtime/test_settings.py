@@ -11,12 +11,12 @@ import pytest
 from .conftest import Python
 
 
-@pytest.fixture()
+@pytest.fixture
 def settings(liger: ModuleType) -> ModuleType:
     return importlib.import_module("megatron.core.liger.settings")
 
 
-@pytest.fixture()
+@pytest.fixture
 def three_ops(settings: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "OPS", ("a", "b", "c"))
 
