@@ -46,8 +46,12 @@ class Pair:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what to compare: a release or a tree, and the ops."""
-    parser.add_argument("release", nargs="?", metavar="megatron==VERSION", help="the pinned release to compare")
-    parser.add_argument("--tree", type=Path, metavar="PATH", help="or a tree, overlaid or pristine; copied, not changed")
+    parser.add_argument(
+        "release", nargs="?", metavar="megatron==VERSION", help="the pinned release to compare"
+    )
+    parser.add_argument(
+        "--tree", type=Path, metavar="PATH", help="or a tree, overlaid or pristine; copied, not changed"
+    )
     parser.add_argument("--ops", metavar="OP,…", help="only these ops (default: all)")
 
 
@@ -63,7 +67,9 @@ def open_pair(arguments: argparse.Namespace) -> Iterator[Pair]:
     """
     if (arguments.release is None) == (arguments.tree is None):
         found = "neither" if arguments.tree is None else "both"
-        raise UsageError("command line", "a release or --tree PATH", found, "write megatron==VERSION, or --tree PATH")
+        raise UsageError(
+            "command line", "a release or --tree PATH", found, "write megatron==VERSION, or --tree PATH"
+        )
     ops = split_ops(arguments.ops)
     with tempfile.TemporaryDirectory(prefix="megatron-pair-") as temporary:
         folder = Path(temporary)
@@ -78,7 +84,9 @@ def open_pair(arguments: argparse.Namespace) -> Iterator[Pair]:
             source = Tree.locate(arguments.tree).root
             for dest in (pristine, overlaid):
                 # Only the package: a checkout's history and a site-packages' neighbours stay where they are.
-                shutil.copytree(source / "megatron", dest / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    source / "megatron", dest / "megatron", ignore=shutil.ignore_patterns("__pycache__")
+                )
                 _make_writable(dest)
             if (source / RECORD).exists():
                 if ops is not None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small GPT on the pristine and on the overlaid tree, and compare the two.
 
-Both trees run the same steps on the same ranks, data and seed, with the unfused and with the fused cross-entropy. How
-far upstream's own alternatives (fused and unfused cross-entropy, fused and eager activation) are from each other is
-the band by which the overlaid losses and gradients are judged. Checkpoints go both ways between the trees.
+Both trees run the same steps on the same ranks, data and seed, with the unfused and with the fused
+cross-entropy. How far upstream's own alternatives (fused and unfused cross-entropy, fused and eager
+activation) are from each other is the band by which the overlaid losses and gradients are judged. Checkpoints
+go both ways between the trees.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from typing import Any
 from scripts import pair
 from scripts.errors import UsageError
 from scripts.workers.entries import ENTRIES, NORM_SLOTS
-from scripts.workers.spawn import detect_device, run_world
+from scripts.workers.spawn import detect_device, log_lines, run_world
 
-# Below this share of the loss a difference says nothing, whatever the band: the logits are bfloat16, with 8 bits, and
-# averaging over the few hundred tokens of a step here takes about 4 more off their rounding.
+# Below this share of the loss a difference says nothing, whatever the band: the logits are bfloat16, with 8
+# bits, and averaging over the few hundred tokens of a step here takes about 4 more off their rounding.
 LOSS_FLOOR = 2.0**-12
 # A parameter's gradient may be this many times as far from the pristine one as the worst of upstream's own
 # alternatives is (each is one sample of the same rounding), and always one unit of bfloat16.
 GRADIENT_FACTOR = 3.0
 GRADIENT_FLOOR = 2.0**-8
+JOB_LINE = "liger overlay "
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,16 @@ class Options:
 
     @property
     def sizes(self) -> Sizes:
-        return ON_GPU if self.device == "cuda" else ON_CPU
+        return _sizes(self.device)
 
     @property
     def save_after(self) -> int:
         """The step after which checkpoints are written: at least one step is before it and one after."""
         return (self.iterations + 1) // 2
+
+
+def _sizes(device: str) -> Sizes:
+    return ON_GPU if device == "cuda" else ON_CPU
 
 
 @dataclass(frozen=True)
@@ -118,10 +124,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
     parser.add_argument("--nproc", type=int, help="ranks (default: every GPU, or 2 on CPU; at least --tp)")
     parser.add_argument("--iterations", type=int, default=5, help="training steps (default 5, at least 2)")
-    parser.add_argument("--sequence-parallel", action="store_true", help="needs --tp 2 or more and the op norms")
-    parser.add_argument("--in-place", action="store_true", help="let the ops that can reuse the saved activation")
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="needs --tp 2 or more and the op norms"
+    )
+    parser.add_argument(
+        "--in-place", action="store_true", help="let the ops that can reuse the saved activation"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for each of three worlds")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for each of three worlds"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
 
 
@@ -151,29 +163,46 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")
     if arguments.json:
         checks = [asdict(check) for check in result.checks]
-        arguments.json.write_text(json.dumps({**result.data, "checks": checks}, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps({**result.data, "checks": checks}, indent=1) + "\n", encoding="utf-8"
+        )
     return 0 if result.passed else 1
 
 
 def _options(arguments: argparse.Namespace, device: str, gpus: int) -> Options:
     tp = arguments.tp
     ranks = arguments.nproc or max(tp, (gpus // tp) * tp if device == "cuda" else 2)
+    groups = _sizes(device).groups
     wrong = None
     if tp < 1 or ranks % tp:
-        wrong = (f"--tp {tp} --nproc {ranks}", "a multiple of --tp ranks", "give --nproc as a multiple of --tp")
-    elif Sizes().groups % tp:
-        wrong = (f"--tp {tp}", f"a divisor of the {Sizes().groups} query groups", "use --tp 1 or --tp 2")
+        wrong = (
+            f"--tp {tp} --nproc {ranks}",
+            "a multiple of --tp ranks",
+            "give --nproc as a multiple of --tp",
+        )
+    elif groups % tp:
+        wrong = (f"--tp {tp}", f"a divisor of the {groups} query groups", "use --tp 1 or --tp 2")
     elif device == "cuda" and ranks > gpus:
         wrong = (f"{ranks} ranks", f"at most {gpus} GPUs' worth", "use fewer ranks, or --device cpu")
     elif arguments.iterations < 2:
-        wrong = (f"--iterations {arguments.iterations}", "at least 2", "a checkpoint needs a step on either side")
+        wrong = (
+            f"--iterations {arguments.iterations}",
+            "at least 2",
+            "a checkpoint needs a step on either side",
+        )
     elif arguments.sequence_parallel and tp < 2:
         wrong = ("--sequence-parallel alone", "--tp 2 with it", "add --tp 2")
     if wrong is not None:
         found, expected, remedy = wrong
         raise UsageError("command line", expected, found, remedy)
     return Options(
-        device, ranks, tp, arguments.iterations, arguments.sequence_parallel, arguments.in_place, arguments.timeout
+        device,
+        ranks,
+        tp,
+        arguments.iterations,
+        arguments.sequence_parallel,
+        arguments.in_place,
+        arguments.timeout,
     )
 
 
@@ -194,7 +223,9 @@ def train(pristine: Path, overlaid: Path, ops: Sequence[str], folder: Path, opti
     store = {"gradients": gradients, "compare": False}
     compare = {"gradients": gradients, "compare": True}
 
-    def world(name: str, tree: Path, sequence_parallel: bool, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def world(
+        name: str, tree: Path, sequence_parallel: bool, runs: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
         plan = {
             "tp": options.tp,
             "sequence_parallel": sequence_parallel,
@@ -239,6 +270,7 @@ def train(pristine: Path, overlaid: Path, ops: Sequence[str], folder: Path, opti
     back = world("back", pristine, False, [_run("resumed", load=str(folder / "checkpoint-overlaid"))])
     result = Result(data={"options": asdict(options), "pristine": before, "overlaid": after, "back": back})
     _describe(result, before[0], options)
+    _job_line(result, folder)
     _slots(result, before, after)
     _entries(result, before, after, ops, options)
     limits = _losses(result, before[0]["runs"], after[0]["runs"])
@@ -258,8 +290,20 @@ def _describe(result: Result, report: Mapping[str, Any], options: Options) -> No
         f"{options.ranks} ranks on {where} (tensor parallel {options.tp}), torch {versions['torch']}, "
         f"triton {versions['triton']}, Python {versions['python']}",
         f"{sizes.layers} layers, hidden {sizes.hidden}, ffn {sizes.ffn}, vocabulary {sizes.vocabulary}; "
-        f"{sizes.micro_batches} micro-batches of {sizes.micro_batch} x {sizes.sequence} tokens a rank and step; bf16",
+        f"{sizes.micro_batches} micro-batches of {sizes.micro_batch} x {sizes.sequence} tokens a rank; bf16",
     ]
+
+
+def _job_line(result: Result, folder: Path) -> None:
+    """The line by which a job shows on rank 0 that it runs the overlay; a pristine one must not have it."""
+    ours, theirs = (log_lines(folder / name, JOB_LINE) for name in ("overlaid", "pristine"))
+    result.table += ["", *ours]
+    detail = (
+        "in the overlaid job only"
+        if ours and not theirs
+        else f"overlaid {len(ours)}, pristine {len(theirs)} times"
+    )
+    result.check("the job's own line", bool(ours) and not theirs, detail)
 
 
 def _slots(result: Result, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
@@ -292,10 +336,13 @@ def _entries(
         elif entry.op in ops:
             result.check(f"function behind {entry.name}", True, f"ours through all {present} names")
         calls = [
-            _served(run["counters"][0], entry.op, entry.name) for run in (after[0]["runs"][m] for m in ("unfused", "fused"))
+            _served(run["counters"][0], entry.op, entry.name)
+            for run in (after[0]["runs"][m] for m in ("unfused", "fused"))
         ]
         names = (" / ".join(sorted(set(origins[key].values()))) for key in ("a", "b"))
-        rows.append((entry.name, *names, *map(str, calls)) if wanted == "ours" else (entry.name, *names, "-", "-"))
+        rows.append(
+            (entry.name, *names, *map(str, calls)) if wanted == "ours" else (entry.name, *names, "-", "-")
+        )
     header = ("entry", "pristine", "overlaid", "calls on the kernel a step: unfused", "fused")
     result.table += ["", *_columns([header, *rows])]
 
@@ -308,9 +355,13 @@ def _entries(
             for name, run in report["runs"].items()
             for number, counters in enumerate(run["counters"], run["first_step"] + 1)
         ]
-        wrong_counts = [f"{where}: {counts['launches']}" for where, counts in steps if counts["launches"] != expected]
+        wrong_counts = [
+            f"{where}: {counts['launches']}" for where, counts in steps if counts["launches"] != expected
+        ]
         passed = bool(expected and steps) and not wrong_counts
-        detail = f"{expected} in each of {len(steps)} steps" if passed else f"expected {expected or 'a known op'}"
+        detail = (
+            f"{expected} in each of {len(steps)} steps" if passed else f"expected {expected or 'a known op'}"
+        )
         result.check(f"launches of {op}", passed, "; ".join([detail, *wrong_counts[:2]]))
         fallbacks = sorted(
             {
@@ -321,7 +372,9 @@ def _entries(
             }
         )
         result.check(f"fallbacks of {op}", not fallbacks, "; ".join(fallbacks) or "none")
-        seen = {kernel: sorted({counts["launches"].get(kernel, 0) for _, counts in steps}) for kernel in expected}
+        seen = {
+            kernel: sorted({counts["launches"].get(kernel, 0) for _, counts in steps}) for kernel in expected
+        }
         launch_rows += [(kernel, "/".join(map(str, seen[kernel])), str(n)) for kernel, n in expected.items()]
     result.table += ["", *_columns(launch_rows)]
 
@@ -335,7 +388,18 @@ def _losses(result: Result, before: Mapping[str, Any], after: Mapping[str, Any])
     curves = {name: run["losses"] for name, run in before.items()}
     ours = {name: after[name]["losses"] for name in ("unfused", "fused")}
     rows: list[tuple[str, ...]] = [
-        ("step", "pristine: unfused", "fused", "eager", "overlaid: unfused", "fused", "off by", "fused by", "band", "limit")
+        (
+            "step",
+            "pristine: unfused",
+            "fused",
+            "eager",
+            "overlaid: unfused",
+            "fused",
+            "off by",
+            "fused by",
+            "band",
+            "limit",
+        )
     ]
     limits, band, off = [], 0.0, []
     for step, reference in enumerate(curves["unfused"]):
@@ -351,16 +415,20 @@ def _losses(result: Result, before: Mapping[str, Any], after: Mapping[str, Any])
     result.table += [
         "",
         *_columns(rows),
-        "eager: bias_activation_fusion off. band: the largest distance among the pristine curves at that step.",
-        f"limit: the band so far, at least 2^-12 of the loss ({LOSS_FLOOR:.1e}; bf16's rounding over a step's tokens).",
+        "eager: bias_activation_fusion off. band: the pristine curves' largest distance at that step.",
+        f"limit: the largest band so far, at least {LOSS_FLOOR:.1e} of the loss (rounding of bf16 logits).",
     ]
-    result.check("losses", not off, f"off at steps {sorted(set(off))}" if off else "all steps within the limit")
+    result.check(
+        "losses", not off, f"off at steps {sorted(set(off))}" if off else "all steps within the limit"
+    )
     for name, losses in ours.items():
         result.check(f"learning, {name}", losses[-1] < losses[0], f"{losses[0]:.4f} -> {losses[-1]:.4f}")
     return limits
 
 
-def _gradients(result: Result, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
+def _gradients(
+    result: Result, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> None:
     """Step 1's gradients, by parameter: the largest difference over the largest value."""
 
     def worst(reports: Sequence[Mapping[str, Any]], run: str) -> dict[str, float]:
@@ -371,15 +439,24 @@ def _gradients(result: Result, before: Sequence[Mapping[str, Any]], after: Seque
     ours = {name: worst(after, name) for name in ("unfused", "fused")}
     band = max(value for table in theirs.values() for value in table.values())
     limit = max(GRADIENT_FACTOR * band, GRADIENT_FLOOR)
-    rows = [("gradient at step 1", "pristine: fused", "eager", "overlaid: unfused", "fused")]
-    rows += [(name, *(f"{t[name]:.1e}" for t in (*theirs.values(), *ours.values()))) for name in ours["unfused"]]
+    rows: list[tuple[str, ...]] = [
+        ("gradient at step 1", "pristine: fused", "eager", "overlaid: unfused", "fused")
+    ]
+    rows += [
+        (name, *(f"{t[name]:.1e}" for t in (*theirs.values(), *ours.values()))) for name in ours["unfused"]
+    ]
     result.table += [
         "",
         *_columns(rows),
         f"largest difference from the pristine unfused gradient over its largest value; limit {limit:.1e}, "
         f"{GRADIENT_FACTOR:g} times the worst of the pristine columns",
     ]
-    off = [f"{name} ({run}) {value:.2e}" for run, t in ours.items() for name, value in t.items() if not value <= limit]
+    off = [
+        f"{name} ({run}) {value:.2e}"
+        for run, t in ours.items()
+        for name, value in t.items()
+        if not value <= limit
+    ]
     value, name = max((value, name) for table in ours.values() for name, value in table.items())
     result.check("gradients", not off, "; ".join(off) or f"worst {name} {value:.2e}, limit {limit:.2e}")
 
@@ -396,18 +473,28 @@ def _round_trip(
     limits: Sequence[float],
     options: Options,
 ) -> None:
-    """Checkpoints of one tree, loaded by the other: the same bytes, and the losses of the uninterrupted run."""
+    """Checkpoints of one tree, loaded by the other: the same bytes, the losses of an uninterrupted run."""
     rows: list[tuple[str, ...]] = [("checkpoint", "step", "resumed", "uninterrupted", "off by", "limit")]
-    for way, saver, loader in (("pristine -> overlaid", before, after), ("overlaid -> pristine", after, back)):
+    for way, saver, loader in (
+        ("pristine -> overlaid", before, after),
+        ("overlaid -> pristine", after, back),
+    ):
         uninterrupted = (after if loader is after else before)[0]["runs"]["unfused"]["losses"]
         resumed = loader[0]["runs"]["resumed"]
-        same = all(a["runs"]["unfused"]["saved"] == b["runs"]["resumed"]["loaded"] for a, b in zip(saver, loader))
+        same = all(
+            a["runs"]["unfused"]["saved"] == b["runs"]["resumed"]["loaded"] for a, b in zip(saver, loader)
+        )
         off = []
         for step, loss in enumerate(resumed["losses"], resumed["first_step"]):
             difference = abs(loss - uninterrupted[step])
             if not difference <= limits[step]:
                 off.append(step + 1)
-            numbers = (f"{loss:.6f}", f"{uninterrupted[step]:.6f}", f"{difference:.2e}", f"{limits[step]:.2e}")
+            numbers = (
+                f"{loss:.6f}",
+                f"{uninterrupted[step]:.6f}",
+                f"{difference:.2e}",
+                f"{limits[step]:.2e}",
+            )
             rows.append((way, str(step + 1), *numbers))
         complete = resumed["first_step"] == options.save_after and len(resumed["losses"]) > 0
         detail = "model and optimizer bytes " + ("equal" if same else "DIFFER")

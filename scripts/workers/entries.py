@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entries that the overlay can take over, and every name through which Megatron reaches them.
 
-Parent and worker share this table, so it needs the standard library only. A name that a tree does not have (an older
-release, say) is reported as absent, not as an error.
+Parent and worker share this table, so it needs the standard library only. A name that a tree does not have
+(an older release, say) is reported as absent, not as an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small GPT that train runs: model, optimizer, data and checkpoint, all through Megatron-Core's own interfaces.
+"""The small GPT that train runs: model, optimizer, data and checkpoint, by Megatron-Core's own interfaces.
 
-Two layers with RMSNorm, SwiGLU, rotary positions, grouped-query attention and query/key norms, from the local layer
-spec, so that every norm slot and every entry the overlay can take over is in use.
+Two layers with RMSNorm, SwiGLU, rotary positions, grouped-query attention and query/key norms, from the local
+layer spec, so that every norm slot and every entry the overlay can take over is in use.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Variant:
 
 
 def build(sizes: Sizes, variant: Variant) -> DistributedDataParallel:
-    """The model in bf16, wrapped for data parallelism with float32 gradients; the same weights at every call."""
+    """The model in bf16 for data parallelism with float32 gradients; the same weights at every call."""
     tensor_parallel.model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
     torch.manual_seed(SEED)
     config = TransformerConfig(
@@ -99,16 +99,19 @@ def build(sizes: Sizes, variant: Variant) -> DistributedDataParallel:
 
 
 def batches(sizes: Sizes, step: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's micro-batches of a step: walks through one fixed permutation of the vocabulary, which is learnable.
+    """This rank's micro-batches of a step: walks through one permutation of the vocabulary, a learnable rule.
 
     Yields:
-        ``GPTModel``'s arguments: ``input_ids``, ``labels``, ``position_ids`` ``[micro_batch, sequence]`` int64 and
-        ``attention_mask`` ``[1, 1, sequence, sequence]`` bool, True where attention is masked.
+        ``GPTModel``'s arguments: ``input_ids``, ``labels``, ``position_ids`` ``[micro_batch, sequence]``
+        int64 and ``attention_mask`` ``[1, 1, sequence, sequence]`` bool, True where attention is masked.
     """
     follows = torch.randperm(sizes.vocabulary, generator=torch.Generator().manual_seed(SEED))
     positions = torch.arange(sizes.sequence).expand(sizes.micro_batch, -1).contiguous()
     mask = torch.ones(1, 1, sizes.sequence, sizes.sequence, dtype=torch.bool).triu(1)
-    data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    data_rank, data_size = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     for micro_batch in range(sizes.micro_batches):
         seed = (step * sizes.micro_batches + micro_batch) * data_size + data_rank
         generator = torch.Generator().manual_seed(SEED + 1 + seed)
@@ -129,7 +132,9 @@ class Optimizer(Protocol):
 
     def step(self) -> Any: ...
 
-    def sharded_state_dict(self, model_state: Mapping[str, Any], is_loading: bool = False) -> dict[str, Any]: ...
+    def sharded_state_dict(
+        self, model_state: Mapping[str, Any], is_loading: bool = False
+    ) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
@@ -139,10 +144,21 @@ def make_optimizer(model: DistributedDataParallel) -> Optimizer:
     if not torch.cuda.is_available():
         return MainParameterAdam(list(model.parameters()))
     config = OptimizerConfig(
-        optimizer="adam", lr=LEARNING_RATE, bf16=True, params_dtype=torch.bfloat16, clip_grad=0.0, weight_decay=0.0
+        optimizer="adam",
+        lr=LEARNING_RATE,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        clip_grad=0.0,
+        weight_decay=0.0,
     )
     optimizer: Optimizer = get_megatron_optimizer(config, [model])
     return optimizer
+
+
+def main_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The float32 gradient that Megatron accumulates beside a parameter."""
+    gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    return gradient
 
 
 class MainParameterAdam:
@@ -157,7 +173,7 @@ class MainParameterAdam:
 
     def step(self) -> None:
         for parameter, main in zip(self.parameters, self.main):
-            main.grad = parameter.main_grad
+            main.grad = main_gradient(parameter)
         self.adam.step()
         self._to_model()
 
@@ -171,7 +187,9 @@ class MainParameterAdam:
         shards = sharding.get_param_id_to_sharded_param_map(model_state, self.parameters)
 
         def shard(kind: str, index: int, tensor: torch.Tensor) -> Any:
-            return sharding.make_sharded_optimizer_tensor(shards[index], tensor, prefix=f"optimizer.state.{kind}")
+            return sharding.make_sharded_optimizer_tensor(
+                shards[index], tensor, prefix=f"optimizer.state.{kind}"
+            )
 
         state: dict[str, Any] = {
             "step": 0,
@@ -230,7 +248,9 @@ def load(model: DistributedDataParallel, optimizer: Optimizer, folder: Path) -> 
     model.module.module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     model_state = _model_state(model)
-    return state["step"], fingerprint({"model": model_state, "optimizer": optimizer.sharded_state_dict(model_state)})
+    return state["step"], fingerprint(
+        {"model": model_state, "optimizer": optimizer.sharded_state_dict(model_state)}
+    )
 
 
 def _model_state(model: DistributedDataParallel) -> dict[str, Any]:

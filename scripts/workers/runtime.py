@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every worker needs of its process: the device, the CPU forms of upstream's CUDA calls, the overlay's counters."""
+"""What every worker needs of its process: a device, upstream's CUDA calls on CPU, the overlay if there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARKER = "# >>> liger overlay "
 
 
 def prepare(device: str) -> torch.device:
-    """Make the process ready for Megatron on ``device`` (``"cpu"`` or ``"cuda"``); call before Megatron is imported.
+    """Make the process ready for Megatron on ``"cpu"`` or ``"cuda"``; call before Megatron is imported.
 
     Returns:
         The device of this rank's tensors.
@@ -126,8 +126,8 @@ def who_is_behind(entry: Entry) -> dict[str, str]:
     """Which function each name of ``entry`` leads to.
 
     Returns:
-        By module (the defining one first): ``"ours"`` (code below the overlay's marker line), ``"upstream"``, or
-        ``"absent"``.
+        By module (the defining one first): ``"ours"`` (code below the overlay's marker line), ``"upstream"``,
+        or ``"absent"``.
     """
     return {name: _origin(import_or_none(name), entry) for name in (entry.module, *entry.routes)}
 

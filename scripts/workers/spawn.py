@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run worker processes on a tree and collect what they report. Standard library only: the parent has no torch."""
+"""Run worker processes on a tree and collect their reports. Standard library only, no torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def detect_device() -> tuple[str, int]:
 
 
 def environment(tree: Path | None, device: str, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a worker: ``tree`` first on the path, the project's root not on it, defaults elsewhere."""
+    """A worker's environment: ``tree`` first on the path, the root not on it, no overlay settings."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("LIGER_MEGATRON")}
     inherited = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
     kept = [entry for entry in inherited if Path(entry).resolve() != ROOT]

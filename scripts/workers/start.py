@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry of every worker process: ``python start.py WORKER [ARGUMENT …]``.
 
-The project's root must not stay on the path of a process that imports Megatron (its folder ``kernels/`` would shadow
-the package of that name), so it is there only while the package ``scripts`` is imported: submodules are then found
-through the package itself.
+The project's root must not stay on the path of a process that imports Megatron (its folder ``kernels/`` would
+shadow the package of that name), so it is there only while the package ``scripts`` is imported: submodules
+are then found through the package itself.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(plan: Mapping[str, Any], run: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """One run: build, load when asked, train, save when asked; report losses, counters, norms and gradients."""
+    """One run: build, load and save where asked, train; report losses, counters, norms and gradients."""
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
 
@@ -96,11 +96,14 @@ def _norms(model: torch.nn.Module) -> dict[str, list[str]]:
 def _gradients(model: torch.nn.Module, prefix: Path, report: dict[str, Any], *, compare: bool) -> None:
     """Store this rank's gradients under ``prefix``, or report how far they are from the stored ones.
 
-    The distance of a parameter is the largest absolute difference over the largest absolute gradient stored for it.
+    The distance of a parameter is the largest absolute difference over the largest absolute gradient stored
+    for it.
     """
+    from scripts.workers import gpt
+
     file = prefix.with_name(f"{prefix.name}-rank{torch.distributed.get_rank()}.pt")
     gradients = {
-        name.replace("module.", ""): parameter.main_grad.detach().float().cpu().clone()
+        name.replace("module.", ""): gpt.main_gradient(parameter).detach().float().cpu().clone()
         for name, parameter in model.named_parameters()
     }
     if not compare:

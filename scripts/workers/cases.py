@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What parity runs: a list of cases per op, each one call of an entry with a float64 truth of its own.
+
+An op joins with one function that yields :class:`Case` and is named in :data:`OPS`. The truths are plain
+formulas written here, not upstream's code and not the kernels' references: they share no mistake with either.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Attributes:
+        op: the op that owns the entry.
+        entry: the entry's name; a name of a class for a module.
+        name: what is special about this call.
+        dtype: of the tensors under test.
+        module: the module through which the entry is reached.
+        inputs: makes the tensors on a device, the same ones for the same generator. Those that require a
+            gradient are compared with their gradients.
+        call: calls the entry (first argument) with them and returns the output.
+        truth: the output in float64, differentiable, of the same tensors in float64.
+        grad_output: makes the output's gradient from a contiguous one of its shape; None: no backward.
+        backward_inputs: changes the float64 tensors before the truth's gradients are taken.
+        kernels: launches that the overlaid tree must make, by kernel; empty where nothing is computed.
+        fallback: the reason for which the overlaid tree must leave the call to upstream, or None.
+        upstream_raises: upstream fails here and the overlay must not.
+        raises: both must fail, with the same error.
+        slack: share of the pristine error allowed on top, where other operations in the dtype make it.
+        is_layer: the output is a layer's, which may be a view; any other must own its storage.
+    """
+
+    op: str
+    entry: str
+    name: str
+    dtype: torch.dtype
+    module: str
+    inputs: Callable[[torch.Generator, torch.device], Tensors]
+    call: Callable[..., torch.Tensor]
+    truth: Callable[[Tensors], torch.Tensor] | None = None
+    grad_output: Callable[[torch.Tensor], torch.Tensor] | None = lambda g: g
+    backward_inputs: Callable[[Tensors], Tensors] = lambda t: t
+    kernels: Mapping[str, int] = field(default_factory=dict)
+    fallback: str | None = None
+    upstream_raises: bool = False
+    raises: bool = False
+    slack: float = 0.0
+    is_layer: bool = False
+
+    @property
+    def id(self) -> str:
+        """Unique, and the same in every process."""
+        return f"{self.module.rpartition('.')[2]}.{self.entry} {short(self.dtype)}: {self.name}"
+
+    def generator(self) -> torch.Generator:
+        """The case's own source of random numbers, on CPU."""
+        return torch.Generator().manual_seed(zlib.crc32(self.id.encode()))
+
+    def output_gradient(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The gradient that goes into the backward; its values depend on the case and the shape only."""
+        assert self.grad_output is not None
+        generator = torch.Generator().manual_seed(zlib.crc32(self.id.encode()) + 1)
+        return self.grad_output(torch.randn(shape, generator=generator).to(device, dtype))
+
+
+def short(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` as ``bf16``."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+    return names.get(dtype, str(dtype))
+
+
+# --- Output gradients as training makes them ---
+
+
+def _expanded(gradient: torch.Tensor) -> torch.Tensor:
+    """One number for every element, as the backward of ``sum`` makes it."""
+    return torch.full((), 0.75, dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
+
+
+def _transposed(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _row_varying(gradient: torch.Tensor) -> torch.Tensor:
+    rows = torch.arange(1, gradient.shape[0] + 1, dtype=gradient.dtype, device=gradient.device)
+    return rows.view(-1, *[1] * (gradient.dim() - 1)).expand(gradient.shape)
+
+
+def _columns_apart(gradient: torch.Tensor) -> torch.Tensor:
+    wide = torch.zeros(
+        *gradient.shape[:-1], 2 * gradient.shape[-1], dtype=gradient.dtype, device=gradient.device
+    )
+    wide[..., ::2] = gradient
+    return wide[..., ::2]
+
+
+def _rows_apart(gradient: torch.Tensor) -> torch.Tensor:
+    wide = torch.zeros(
+        *gradient.shape[:-1], gradient.shape[-1] + 5, dtype=gradient.dtype, device=gradient.device
+    )
+    wide[..., : gradient.shape[-1]] = gradient
+    return wide[..., : gradient.shape[-1]]
+
+
+# --- SwiGLU ---
+
+FUSIONS = "megatron.core.fusions.fused_bias_swiglu"
+MLP = "megatron.core.transformer.mlp"
+EXPERTS = "megatron.core.transformer.moe.experts"
+SHARED_EXPERTS = "megatron.core.transformer.moe.shared_experts"
+
+FORWARD = {"swiglu_forward": 1}
+BOTH = {**FORWARD, "swiglu_backward": 1}
+WITH_BIAS = {**BOTH, "swiglu_bias_reduce": 1}
+
+
+def _swiglu_truth(t: Tensors) -> torch.Tensor:
+    y = t["input"] + t["bias"] if "bias" in t else t["input"]
+    gate, up = y[..., : y.shape[-1] // 2], y[..., y.shape[-1] // 2 :]
+    out = gate / (1 + torch.exp(-gate)) * up
+    return out * t["weights"].view(*out.shape[:-1], 1) if "weights" in t else out
+
+
+def _quantised(t: Tensors) -> Tensors:
+    """The input as upstream's float8 store keeps it for the backward."""
+    return {**t, "input": t["input"].to(torch.float8_e4m3fn).double()}
+
+
+def _swiglu_inputs(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    bias: torch.dtype | None = None,
+    weights: torch.dtype | None = None,
+    layout: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    scale: float = 1.0,
+    frozen: tuple[str, ...] = (),
+    weights_layout: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+) -> Callable[[torch.Generator, torch.device], Tensors]:
+    def make(generator: torch.Generator, device: torch.device) -> Tensors:
+        def random(size: tuple[int, ...], kind: torch.dtype, by: float = 1.0) -> torch.Tensor:
+            return (torch.randn(size, generator=generator) * by).to(device, kind)
+
+        tensors = {"input": layout(random(shape, dtype, scale))}
+        if bias is not None:
+            tensors["bias"] = random(tuple(tensors["input"].shape[-1:]), bias)
+        if weights is not None:
+            rows = tensors["input"].shape[:-1].numel()
+            tensors["weights"] = weights_layout(random((rows, 1), weights).abs())
+        return {name: t.detach().requires_grad_(name not in frozen) for name, t in tensors.items()}
+
+    return make
+
+
+def _call_plain(entry: Callable[..., torch.Tensor], t: Tensors) -> torch.Tensor:
+    return entry(t["input"], t.get("bias"))
+
+
+def _call_weighted(entry: Callable[..., torch.Tensor], t: Tensors) -> torch.Tensor:
+    return entry(t["input"], None, t["weights"])
+
+
+def _swiglu_base(dtype: torch.dtype, module: str = FUSIONS) -> tuple[Case, Case, Case]:
+    """A plain, a biased and a weighted call that the other cases vary."""
+    plain = Case(
+        "swiglu",
+        "bias_swiglu_impl",
+        "2-D",
+        dtype,
+        module,
+        _swiglu_inputs((24, 96), dtype),
+        _call_plain,
+        _swiglu_truth,
+        kernels=BOTH,
+    )
+    bias = replace(
+        plain, name="2-D, bias", inputs=_swiglu_inputs((24, 96), dtype, bias=dtype), kernels=WITH_BIAS
+    )
+    weighted = replace(
+        plain,
+        entry="weighted_bias_swiglu_impl",
+        name="2-D, weights fp32",
+        inputs=_swiglu_inputs((24, 96), dtype, weights=torch.float32),
+        call=_call_weighted,
+    )
+    return plain, bias, weighted
+
+
+def swiglu(dtype: torch.dtype) -> Iterator[Case]:
+    """Every way in which a model reaches the SwiGLU entries, in ``dtype``."""
+    plain, bias, weighted = _swiglu_base(dtype)
+    w32, wx = torch.float32, dtype
+    kinds: tuple[tuple[Case, dict[str, Any]], ...] = (
+        (plain, {}),
+        (bias, {"bias": dtype}),
+        (weighted, {"weights": w32}),
+    )
+    for case, extra in kinds:
+        yield case
+        what = case.name.removeprefix("2-D")
+
+        def like(
+            name: str,
+            shape: tuple[int, ...] = (24, 96),
+            *,
+            _case: Case = case,
+            _extra: Any = extra,
+            **more: Any,
+        ) -> Case:
+            layout = {k: more.pop(k) for k in ("layout", "scale", "frozen", "weights_layout") if k in more}
+            return replace(_case, name=name, inputs=_swiglu_inputs(shape, dtype, **_extra, **layout), **more)
+
+        # Shapes: a row shorter than any block, odd widths, a row of several blocks, one row, 3-D as the
+        # layers pass it.
+        for shape in ((24, 2), (7, 74), (2, 2 * 9001), (1, 96), (5, 3, 128), (1, 1, 34)):
+            yield like(f"{list(shape)}{what}", shape)
+        yield like(f"no tokens{what}", (0, 96), kernels={})
+        # Upstream views the flat result as three-dimensional, which is ambiguous without elements.
+        yield like(f"no tokens, 3-D{what}", (0, 1, 96), kernels={}, upstream_raises=True)
+        yield like(f"large values{what}", scale=60.0)
+        yield like(f"rows apart{what}", (24, 101), layout=lambda x: x[:, :96])
+        yield like(f"every other row{what}", (48, 96), layout=lambda x: x[::2])
+        yield like(f"columns apart{what}", (24, 192), layout=lambda x: x[:, ::2])
+        yield like(f"3-D, rows apart{what}", (5, 6, 96), layout=lambda x: x[:, ::2])
+        yield like(
+            f"transposed 3-D{what}", (3, 5, 96), layout=lambda x: x.transpose(0, 1), upstream_raises=True
+        )
+        for name, make in (
+            ("expanded", _expanded),
+            ("transposed", _transposed),
+            ("row-varying", _row_varying),
+            ("columns apart", _columns_apart),
+            ("rows apart", _rows_apart),
+        ):
+            yield like(f"grad_output {name}{what}", grad_output=make)
+            yield like(f"grad_output {name}, 3-D{what}", (5, 3, 96), grad_output=make)
+        yield like(f"forward only{what}", grad_output=None, kernels=FORWARD)
+    yield replace(
+        bias,
+        name="bias frozen",
+        inputs=_swiglu_inputs((24, 96), dtype, bias=dtype, frozen=("bias",)),
+        kernels=BOTH,
+    )
+    yield replace(
+        bias, name="input frozen", inputs=_swiglu_inputs((24, 96), dtype, bias=dtype, frozen=("input",))
+    )
+    for name in ("input", "weights"):
+        yield replace(
+            weighted,
+            name=f"{name} frozen, weights",
+            inputs=_swiglu_inputs((24, 96), dtype, weights=w32, frozen=(name,)),
+        )
+    if wx is not w32:
+        yield replace(
+            weighted, name=f"weights {short(wx)}", inputs=_swiglu_inputs((24, 96), dtype, weights=wx)
+        )
+    yield replace(
+        weighted,
+        name="weights expanded",
+        inputs=_swiglu_inputs((24, 96), dtype, weights=w32, weights_layout=lambda w: w[:1].expand_as(w)),
+    )
+    yield from _swiglu_routes(dtype)
+    yield from _swiglu_left_to_upstream(dtype)
+    yield from _swiglu_modules(dtype)
+
+
+def _swiglu_routes(dtype: torch.dtype) -> Iterator[Case]:
+    for module in (MLP, SHARED_EXPERTS):
+        plain, bias, _ = _swiglu_base(dtype, module)
+        # As the layers call it: every argument by position.
+        yield replace(plain, name="as called", call=lambda entry, t: entry(t["input"], None, False, False))
+        yield replace(bias, name="as called, bias", call=lambda entry, t: entry(t["input"], t["bias"], False))
+    for module in (MLP, EXPERTS):
+        _, _, weighted = _swiglu_base(dtype, module)
+        yield replace(
+            weighted,
+            name="as called, weights",
+            call=lambda entry, t: entry(t["input"], None, t["weights"], False),
+        )
+
+
+def _swiglu_left_to_upstream(dtype: torch.dtype) -> Iterator[Case]:
+    """Calls that the kernel does not serve, and calls that nobody serves."""
+    plain, bias, weighted = _swiglu_base(dtype)
+    upstream: dict[str, Any] = {"kernels": {}}
+    fp8 = {**upstream, "fallback": "fp8_input_store", "backward_inputs": _quantised}
+    yield replace(plain, name="fp8 store", call=lambda entry, t: entry(t["input"], None, True), **fp8)
+    yield replace(
+        bias, name="fp8 store, bias", call=lambda e, t: e(t["input"], t["bias"], fp8_input_store=True), **fp8
+    )
+    yield replace(
+        weighted, name="fp8 store, weights", call=lambda e, t: e(t["input"], None, t["weights"], True), **fp8
+    )
+    yield replace(
+        bias,
+        name="offloaded input",
+        call=lambda entry, t: entry(t["input"], t["bias"], False, True),
+        fallback="cpu_offload_input",
+        **upstream,
+    )
+    if dtype is not torch.float32:
+        yield replace(
+            bias,
+            name="bias fp32",
+            inputs=_swiglu_inputs((24, 96), dtype, bias=torch.float32, frozen=("bias",)),
+            fallback="input and bias of different dtypes",
+            **upstream,
+        )
+    else:
+        yield replace(
+            plain,
+            name="fp64",
+            dtype=torch.float64,
+            inputs=_swiglu_inputs((24, 96), torch.float64),
+            fallback="a dtype other than bfloat16, float16 and float32",
+            **upstream,
+        )
+    fails: dict[str, Any] = {"kernels": {}, "raises": True, "truth": None, "grad_output": None}
+    for shape in ((96,), (2, 3, 4, 96)):
+        yield replace(plain, name=f"{len(shape)}-D", inputs=_swiglu_inputs(shape, dtype), **fails)
+        yield replace(
+            weighted,
+            name=f"{len(shape)}-D, weights",
+            inputs=_swiglu_inputs(shape, dtype, weights=torch.float32),
+            **fails,
+        )
+    yield replace(plain, name="odd width", inputs=_swiglu_inputs((4, 95), dtype), **fails)
+    yield replace(
+        weighted,
+        name="bias and weights",
+        inputs=_swiglu_inputs((24, 96), dtype, bias=dtype, weights=torch.float32),
+        call=lambda entry, t: entry(t["input"], t["bias"], t["weights"]),
+        **fails,
+    )
+    yield replace(
+        plain, name="unknown option", call=lambda entry, t: entry(t["input"], None, no_such_option=1), **fails
+    )
+
+
+def _swiglu_modules(dtype: torch.dtype) -> Iterator[Case]:
+    """The layer that uses the entries, built as a model builds it."""
+    hidden, ffn, tokens = 32, 40, (6, 2)
+
+    def inputs(bias: bool, scales: bool) -> Callable[[torch.Generator, torch.device], Tensors]:
+        shapes: dict[str, tuple[int, ...]] = {
+            "hidden_states": (*tokens, hidden),
+            "linear_fc1.weight": (2 * ffn, hidden),
+            "linear_fc2.weight": (hidden, ffn),
+        }
+        if bias:
+            shapes |= {"linear_fc1.bias": (2 * ffn,), "linear_fc2.bias": (hidden,)}
+
+        def make(generator: torch.Generator, device: torch.device) -> Tensors:
+            made = {
+                name: (torch.randn(shape, generator=generator) * 0.3).to(device, dtype)
+                for name, shape in shapes.items()
+            }
+            if scales:
+                made["per_token_scale"] = torch.rand(tokens[0] * tokens[1], generator=generator).to(device)
+                made["hidden_states"] = made["hidden_states"].view(-1, hidden)
+            return {name: t.requires_grad_() for name, t in made.items()}
+
+        return make
+
+    def call(layer: Callable[..., Any], t: Tensors) -> torch.Tensor:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.transformer import TransformerConfig
+
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=hidden,
+            ffn_hidden_size=ffn,
+            num_attention_heads=2,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            bias_activation_fusion=True,
+            add_bias_linear="linear_fc1.bias" in t,
+            gradient_accumulation_fusion=False,
+            params_dtype=dtype,
+            use_cpu_initialization=True,
+        )
+        submodules = get_gpt_layer_local_spec().submodules.mlp.submodules
+        mlp = layer(config, submodules, ffn_hidden_size=ffn).to(t["hidden_states"].device)
+        # The tensors themselves take the parameters' places, so that they get the gradients.
+        parameters = {name: tensor for name, tensor in t.items() if name.startswith("linear_")}
+        scales = {"per_token_scale": t["per_token_scale"]} if "per_token_scale" in t else {}
+        out, bias = torch.func.functional_call(mlp, parameters, (t["hidden_states"],), scales)
+        result: torch.Tensor = out if bias is None else out + bias
+        return result
+
+    def truth(t: Tensors) -> torch.Tensor:
+        y = t["hidden_states"] @ t["linear_fc1.weight"].T
+        inner = {"input": y} | ({"bias": t["linear_fc1.bias"]} if "linear_fc1.bias" in t else {})
+        inner |= {"weights": t["per_token_scale"].unsqueeze(-1)} if "per_token_scale" in t else {}
+        out = _swiglu_truth(inner) @ t["linear_fc2.weight"].T
+        return out + t["linear_fc2.bias"] if "linear_fc2.bias" in t else out
+
+    base = Case(
+        "swiglu", "MLP", "layer", dtype, MLP, inputs(False, False), call, truth, kernels=BOTH, is_layer=True
+    )
+    # The layer's two matrix products round as often as the activation does, so chance decides which tree is
+    # nearer.
+    base = replace(base, slack=0.5)
+    yield base
+    yield replace(base, name="layer, bias", inputs=inputs(True, False), kernels=WITH_BIAS)
+    yield replace(base, name="layer, per-token scale", inputs=inputs(False, True))
+
+
+OPS: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {"swiglu": swiglu}
+
+
+def all_cases(ops: list[str]) -> list[Case]:
+    """The cases of the named ops in every dtype.
+
+    Raises:
+        RuntimeError: an op has no cases, or two cases have the same id.
+    """
+    missing = [op for op in ops if op not in OPS]
+    if missing:
+        raise RuntimeError(f"no parity cases for {', '.join(missing)}")
+    cases = [case for op in ops for dtype in DTYPES for case in OPS[op](dtype)]
+    ids = [case.id for case in cases]
+    twice = sorted({one for one in ids if ids.count(one) > 1})
+    if twice:
+        raise RuntimeError(f"cases of the same id: {', '.join(twice)}")
+    return cases

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the two results of parity's cases with each other and with float64.
+
+The measure is the largest absolute error of a tensor. A kernel computes in float32 and rounds once, and no
+result in the dtype can be nearer to the truth than the rounded truth; so its largest error can exceed that of
+upstream, which rounds at least as often, only by the error of the float32 arithmetic itself. That is all that
+is allowed on top: ``ULPS`` units of float32 at the size of the largest true value. A module whose other
+operations round in the dtype has in addition the share of the pristine error that its case names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.workers.cases import Case, Tensors, all_cases, short
+
+ULPS = 8 * 2.0**-23
+
+
+def main(argv: list[str]) -> int:
+    """Compare the results that the plan in ``argv[0]`` names and leave the rows as the report."""
+    plan = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    before = torch.load(plan["pristine"], weights_only=True)
+    after = torch.load(plan["overlaid"], weights_only=True)
+    rows = [_compare(case, before[case.id], after[case.id]) for case in all_cases(plan["ops"])]
+    report = Path(plan["folder"]) / f"rank{os.environ['RANK']}.json"
+    report.write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    return 0
+
+
+def _compare(case: Case, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """One row: errors as shares of the largest true value, launches, and every problem found."""
+    problems: list[str] = []
+    row: dict[str, Any] = {
+        "id": case.id,
+        "op": case.op,
+        "entry": case.entry,
+        "dtype": short(case.dtype),
+        "pristine": 0.0,
+        "overlaid": 0.0,
+        "problems": problems,
+        "served": "raises" if case.raises else "upstream" if case.fallback else "kernel",
+    }
+    _errors(case, before["error"], after["error"], problems)
+    launches = _counts(case, after.get("counters"), problems)
+    row["launches"] = launches
+    if after["error"] is None and not case.raises:
+        _properties(case, before, after, problems)
+        _values(case, before, after, row)
+    return row
+
+
+def _errors(case: Case, before: Any, after: Any, problems: list[str]) -> None:
+    if case.raises:
+        if before is None:
+            problems.append("upstream raises no error")
+        if before != after:
+            problems.append(f"error {after} instead of {before}")
+        return
+    if case.upstream_raises and before is None:
+        problems.append("upstream raises no error here any more: compare the case like the others")
+    if before is not None and not case.upstream_raises:
+        problems.append(f"upstream raises {before}")
+    if after is not None:
+        problems.append(f"raises {after}")
+
+
+def _counts(case: Case, counters: Any, problems: list[str]) -> int:
+    """Check who served the call; returns the number of launches."""
+    if not counters:
+        problems.append(f"the overlaid tree counts nothing for {case.op}")
+        return 0
+    launches: dict[str, int] = counters["launches"]
+    if case.raises:
+        return sum(launches.values())
+    if launches != dict(case.kernels):
+        problems.append(f"launches {launches} instead of {dict(case.kernels)}")
+    calls = list(counters["entries"].values())
+    reasons = [reason for call in calls for reason, n in call["upstream"].items() for _ in range(n)]
+    expected = [case.fallback] if case.fallback else []
+    if reasons != expected:
+        problems.append(f"left to upstream for {reasons} instead of {expected}")
+    served = sum(call["kernel"] for call in calls)
+    if served != (0 if case.fallback else 1) or any(call["off"] for call in calls):
+        problems.append(f"{served} calls on the kernel")
+    return sum(launches.values())
+
+
+def _properties(case: Case, before: dict[str, Any], after: dict[str, Any], problems: list[str]) -> None:
+    for name, ours in after["properties"].items():
+        if ours and not case.is_layer and not case.fallback and not ours["owns storage"]:
+            problems.append(f"{name} is a view, or shares its storage")
+        theirs = before["properties"].get(name, ours) if not case.upstream_raises else ours
+        if ours is None or theirs is None:
+            if ours is not theirs:
+                problems.append(f"{name} is {ours} instead of {theirs}")
+            continue
+        problems += [
+            f"{name}: {key} {ours[key]} instead of {theirs[key]}"
+            for key in ("dtype", "shape", "contiguous")
+            if ours[key] != theirs[key]
+        ]
+    if not case.upstream_raises and before["properties"].keys() != after["properties"].keys():
+        problems.append(f"has {sorted(after['properties'])} instead of {sorted(before['properties'])}")
+
+
+def _values(case: Case, before: dict[str, Any], after: dict[str, Any], row: dict[str, Any]) -> None:
+    truths = _truth(case, after)
+    for name, truth in truths.items():
+        ours = after["tensors"].get(name)
+        if ours is None or ours.shape != truth.shape:
+            row["problems"].append(
+                f"{name}: {'nothing' if ours is None else list(ours.shape)}, not {list(truth.shape)}"
+            )
+            continue
+        if not truth.numel():
+            continue
+        scale = truth.abs().max().item() or 1.0
+        error = (ours.double() - truth).abs().max().item()
+        # Where upstream fails there is only the dtype itself to measure by.
+        theirs = before["tensors"].get(name, truth.to(ours.dtype))
+        reference = (theirs.double() - truth).abs().max().item()
+        limit = reference * (1 + case.slack) + ULPS * scale
+        if case.upstream_raises:
+            limit += ULPS * scale
+        row["pristine"] = max(row["pristine"], reference / scale)
+        row["overlaid"] = _max(row["overlaid"], error / scale)
+        if case.fallback and not torch.equal(ours, theirs):
+            row["problems"].append(f"{name} differs from upstream's, which served it")
+        if not error <= limit:
+            row["problems"].append(
+                f"{name}: error {error / scale:.2e} of the largest value, limit {limit / scale:.2e}"
+            )
+
+
+def _max(a: float, b: float) -> float:
+    return b if b != b else max(a, b)
+
+
+def _truth(case: Case, after: dict[str, Any]) -> Tensors:
+    """Output and gradients in float64, from the same numbers."""
+    assert case.truth is not None
+    cpu = torch.device("cpu")
+    tensors = case.inputs(case.generator(), cpu)
+    exact = {name: t.detach().double() for name, t in tensors.items()}
+    out = case.truth(exact)
+    truths = {"out": out}
+    if case.grad_output is None:
+        return truths
+    wanted = [name for name, t in tensors.items() if t.requires_grad]
+    exact = {
+        name: t.clone().requires_grad_(name in wanted) for name, t in case.backward_inputs(exact).items()
+    }
+    gradient = case.output_gradient(out.shape, after["tensors"]["out"].dtype, cpu).double()
+    gradients = torch.autograd.grad(case.truth(exact), [exact[name] for name in wanted], gradient)
+    return truths | {f"d {name}": g for name, g in zip(wanted, gradients)}

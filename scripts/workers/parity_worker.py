@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run parity's cases on the tree that is on the path, and write down what each one gave."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.workers import runtime
+from scripts.workers.cases import Case, all_cases, short
+from scripts.workers.entries import ENTRIES
+
+RESULTS = "results.pt"
+
+
+def main(argv: list[str]) -> int:
+    """Run the plan in ``argv[0]``: tensors into its folder's ``results.pt``, all else into the report."""
+    plan = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    folder = Path(plan["folder"])
+    device = runtime.prepare(plan["device"])
+    runtime.check_tree()
+    if device.type == "cpu":
+        runtime.use_cpu_for_cuda()
+    runtime.init_group(folder, plan["device"])
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    report = {
+        "overlaid": runtime.overlay() is not None,
+        "versions": runtime.versions(),
+        "wiring": {name: _names(name) for name in sorted({entry.module for entry in ENTRIES})},
+        "routes": _routes(),
+        "entries": runtime.all_origins(),
+    }
+    results = {case.id: _run(case, device) for case in all_cases(plan["ops"])} if plan["cases"] else {}
+    torch.save(results, folder / RESULTS)
+    runtime.write_report(folder, report)
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+def _run(case: Case, device: torch.device) -> dict[str, Any]:
+    """Output and gradients of one call (on CPU), their properties, the error if any, and the counts."""
+    overlay = runtime.overlay()
+    if overlay is not None:
+        overlay.reset_counters()
+    entry = getattr(importlib.import_module(case.module), case.entry)
+    tensors = case.inputs(case.generator(), device)
+    result: dict[str, Any] = {"tensors": {}, "properties": {}, "error": None}
+    try:
+        out = case.call(entry, tensors)
+        _record(result, "out", out)
+        if case.grad_output is not None:
+            wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+            gradients = torch.autograd.grad(
+                out,
+                list(wanted.values()),
+                case.output_gradient(out.shape, out.dtype, device),
+                allow_unused=True,
+            )
+            for name, gradient in zip(wanted, gradients):
+                _record(result, f"d {name}", gradient)
+    except Exception as error:
+        result["error"] = (type(error).__name__, str(error))
+    if overlay is not None:
+        result["counters"] = overlay.counters().get(case.op)
+    return result
+
+
+def _record(result: dict[str, Any], name: str, tensor: torch.Tensor | None) -> None:
+    if tensor is None:
+        result["properties"][name] = None
+        return
+    result["tensors"][name] = tensor.detach().cpu().contiguous()
+    result["properties"][name] = {
+        "dtype": short(tensor.dtype),
+        "shape": list(tensor.shape),
+        "contiguous": tensor.is_contiguous(),
+        # Upstream's recompute empties an output's storage, so a kernel's output must have one to itself.
+        "owns storage": tensor._base is None
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(),
+    }
+
+
+def _names(module: str) -> dict[str, dict[str, Any]] | None:
+    """Every name of a module with what its users could notice; None when the release has no such module."""
+    found = runtime.import_or_none(module)
+    if found is None:
+        return None
+    return {name: _describe(value) for name, value in vars(found).items() if not name.startswith("__")}
+
+
+def _describe(value: Any) -> dict[str, Any]:
+    described = {"kind": type(value).__name__, "module": getattr(value, "__module__", None)}
+    described["qualname"] = getattr(value, "__qualname__", None)
+    if inspect.isfunction(value) or inspect.isclass(value):
+        described["signature"] = _or_error(lambda: str(inspect.signature(value)))
+        described["doc"] = value.__doc__
+        described["pickle"] = _or_error(lambda: str(pickle.loads(pickle.dumps(value)) is value))
+    return described
+
+
+def _or_error(make: Callable[[], str]) -> str:
+    try:
+        return make()
+    except Exception as error:
+        return type(error).__name__
+
+
+def _routes() -> dict[str, bool]:
+    """For each name that a module bound at its import: whether it is the defining module's present object."""
+    same = {}
+    for entry in ENTRIES:
+        defined = getattr(runtime.import_or_none(entry.module), entry.name, None)
+        for route in entry.routes:
+            holder = runtime.import_or_none(route)
+            if defined is not None and holder is not None and hasattr(holder, entry.name):
+                same[f"{route}.{entry.name}"] = getattr(holder, entry.name) is defined
+    return same

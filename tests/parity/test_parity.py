@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every overlaid entry against the pristine one, by the command's own functions; and that these can fail."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import parity
+from scripts.overlay import load_overlay
+from scripts.workers import cases
+from scripts.workers.entries import ENTRIES
+
+FUSION = Path("megatron/core/fusions/fused_bias_swiglu.py")
+KERNEL = Path("megatron/core/liger/kernels/swiglu.py")
+OPS = load_overlay().ops
+
+
+@pytest.fixture(scope="module")
+def result(
+    pristine_tree: Path, overlaid_tree: Path, device: torch.device, tmp_path_factory: pytest.TempPathFactory
+) -> parity.Result:
+    folder = tmp_path_factory.mktemp("parity")
+    return parity.compare(pristine_tree, overlaid_tree, OPS, folder, device=device.type)
+
+
+def test_the_overlaid_tree_computes_what_the_pristine_one_does(result: parity.Result) -> None:
+    assert result.problems == []
+    assert result.passed
+
+
+def test_every_entry_of_every_op_ran_on_its_kernel_in_every_dtype(result: parity.Result) -> None:
+    ran = {
+        (row["entry"], row["dtype"]) for row in result.rows if row["served"] == "kernel" and row["launches"]
+    }
+    wanted = {(e.name, cases.short(dtype)) for e in ENTRIES if e.op in OPS for dtype in cases.DTYPES}
+    assert wanted <= ran
+
+
+def test_the_cases_reach_every_name_that_a_model_calls(result: parity.Result) -> None:
+    reached = {row["id"].split(" ")[0] for row in result.rows}
+    wanted = {
+        f"{m.rpartition('.')[2]}.{e.name}" for e in ENTRIES if e.op in OPS for m in (e.module, *e.routes)
+    }
+    assert wanted <= reached
+
+
+def test_the_table_names_every_entry_and_no_failure(result: parity.Result) -> None:
+    text = "\n".join(parity.table(result))
+    assert all(entry.name in text for entry in ENTRIES if entry.op in OPS)
+    assert "FAILED" not in text
+
+
+def _changed(tree: Path, folder: Path, file: Path, old: str, new: str) -> Path:
+    """A copy of ``tree`` in which ``old``, which is in ``file`` once, is ``new``."""
+    copy = folder / "changed"
+    shutil.copytree(tree, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (copy / file).read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (copy / file).write_text(text.replace(old, new), encoding="utf-8")
+    return copy
+
+
+def _failures(pristine: Path, tree: Path, folder: Path, device: torch.device) -> list[str]:
+    result = parity.compare(pristine, tree, OPS, folder / "parity", device=device.type)
+    assert not result.passed
+    assert "FAILED" in "\n".join(parity.table(result))
+    return result.problems
+
+
+def test_a_tail_that_was_not_applied_fails(
+    pristine_tree: Path, overlaid_tree: Path, tmp_path: Path, device: torch.device
+) -> None:
+    copy = tmp_path / "changed"
+    shutil.copytree(overlaid_tree, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copyfile(pristine_tree / FUSION, copy / FUSION)
+    problems = _failures(pristine_tree, copy, tmp_path, device)
+    assert any("is upstream in the overlaid tree, not ours" in problem for problem in problems)
+    assert any("bias_swiglu_impl bf16: 2-D:" in problem for problem in problems)
+
+
+def test_a_kernel_that_stores_nothing_fails(
+    pristine_tree: Path, overlaid_tree: Path, tmp_path: Path, device: torch.device
+) -> None:
+    store = "tl.store(out + o_r * n + o_n, b_out.to(out.dtype.element_ty), mask=m)"
+    tree = _changed(overlaid_tree, tmp_path, KERNEL, store, "pass")
+    problems = _failures(pristine_tree, tree, tmp_path, device)
+    assert any("2-D: out: error" in problem for problem in problems)
+
+
+def test_a_gradient_of_the_wrong_sign_fails(
+    pristine_tree: Path, overlaid_tree: Path, tmp_path: Path, device: torch.device
+) -> None:
+    tree = _changed(overlaid_tree, tmp_path, KERNEL, "b_dgate = b_dout", "b_dgate = -b_dout")
+    problems = _failures(pristine_tree, tree, tmp_path, device)
+    assert all(": d " in problem for problem in problems)
+    assert any("2-D: d input: error" in problem for problem in problems)
+
+
+def test_a_changed_signature_and_a_public_name_fail(
+    pristine_tree: Path, overlaid_tree: Path, tmp_path: Path, device: torch.device
+) -> None:
+    copy = tmp_path / "changed"
+    shutil.copytree(overlaid_tree, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    with (copy / FUSION).open("a", encoding="utf-8") as stream:
+        stream.write("\n\nhelper = 1\n\n\ndef bias_swiglu_impl(input, bias):\n    return input\n")
+    result = parity.compare(pristine_tree, copy, OPS, tmp_path / "parity", device=device.type, cases=False)
+    module = "megatron.core.fusions.fused_bias_swiglu"
+    assert f"{module}.helper is new and public" in result.wiring
+    assert any(problem.startswith(f"{module}.bias_swiglu_impl: signature") for problem in result.wiring)
