@@ -436,10 +436,12 @@ def test_only_the_gradients_asked_for(
         if parameter is not None:
             parameter.requires_grad_(wanted[1])
     swiglu(y, bias, weights).backward(dout)
-    assert torch.equal(y.grad, expected.dy) if wanted[0] else y.grad is None
-    for parameter, grad in ((bias, expected.dbias), (weights, expected.dweights)):
-        if parameter is not None:
-            assert torch.equal(parameter.grad, grad) if wanted[1] else parameter.grad is None
+    parameter, grad = (bias, expected.dbias) if mode == "bias" else (weights, expected.dweights)
+    for tensor, right, asked in ((y, expected.dy, wanted[0]), (parameter, grad, wanted[1])):
+        if asked:  # another kernel may have computed it, so it need not be equal to the bit
+            torch.testing.assert_close(tensor.grad, right, rtol=torch.finfo(right.dtype).eps, atol=1e-6)
+        else:
+            assert tensor.grad is None
     counts = {"swiglu_forward": 1, "swiglu_backward": 1}
     if mode == "bias" and wanted[1]:
         counts["swiglu_bias_reduce"] = 1
@@ -699,7 +701,7 @@ def test_more_than_two_to_the_31_elements(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-def test_graph_capture(mode: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_capture(mode: str, device: torch.device) -> None:
     inputs, dout = make(mode, (64, 1536), torch.bfloat16, device)
     y, bias, weights = (leaf(x) for x in inputs)
     leaves = [x for x in (y, bias, weights) if x is not None]
@@ -755,7 +757,7 @@ def test_row_counts_do_not_specialise(mode: str, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_place", [False, True])
-def test_peak_memory(in_place: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory(in_place: bool, device: torch.device) -> None:
     rows, n = 8192, 4096
     source = torch.randn(rows, 2 * n, dtype=torch.bfloat16, device=device).requires_grad_()
     dout = torch.randn(rows, n, dtype=torch.bfloat16, device=device)
@@ -764,9 +766,7 @@ def test_peak_memory(in_place: bool, device: torch.device, monkeypatch: pytest.M
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     out = swiglu(y, in_place=in_place)
-    grads = []
-    y.register_hook(lambda grad: grads.append(grad.data_ptr()))
-    out.grad_fn(dout)
+    torch.autograd.grad(out, y, dout)
     peak = torch.cuda.max_memory_allocated() - before
     output = rows * n * 2
     assert peak <= (1 if in_place else 3) * output + 2**20
