@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -202,6 +203,10 @@ def _build(
         if dest.exists() and _holds(dest, expected):
             return Built(planned, "as before")
         word = "built anew: it was not what it should be" if dest.exists() else "new"
+        for stale in dest.parent.glob(
+            f".{dest.name}-*"
+        ):  # of a run that was killed; the lock keeps live ones out
+            shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=dest.parent, prefix=f".{dest.name}-") as folder:
             fresh = Path(folder) / "tree"
             for path, (mode, data) in expected.items():

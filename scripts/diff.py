@@ -64,6 +64,8 @@ def unified(path: str, before: bytes | None, after: bytes) -> bytes:
     header = b"diff --git a/%b b/%b\n" % (name, name)
     if before is None:
         header += b"new file mode 100644\n"
+        if not after:
+            header += b"index 0000000..e69de29\n"  # patch takes an empty file for ours by this alone
     old, new = _lines(before or b""), _lines(after)
     body = list(difflib.diff_bytes(difflib.unified_diff, old, new, lineterm=b"\n"))[2:]
     if body:

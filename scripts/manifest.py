@@ -105,15 +105,11 @@ def parse_spec(spec: str, example: str = "0.16.1") -> str:
 
 
 def normalize(version: str) -> str:
-    """The canonical spelling of a version (``0.16.1`` for ``v0.16.1``); raises UsageError if it is none."""
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        return str(Version(version))
-    except InvalidVersion:
-        raise UsageError(
-            "command line", "a version such as 0.16.1", version, "write megatron==0.16.1"
-        ) from None
+    """A version without ``v`` before it or capitals; raises UsageError for what is no version."""
+    found = version.lower().removeprefix("v")
+    if not re.fullmatch(r"\d+(\.\d+)*(\.?[a-z]+\d*)?(\+[a-z0-9.]+)?", found):
+        raise UsageError("command line", "a version such as 0.16.1", version, "write megatron==0.16.1")
+    return found
 
 
 def load(root: Path = ROOT) -> Manifest:

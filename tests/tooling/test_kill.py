@@ -30,7 +30,7 @@ _WRITES = {
 
 
 def run_and_kill(step: Callable[[], object], at: int) -> bool:
-    """Run ``step`` in a child that kills itself before file operation number ``at``; whether it was killed."""
+    """Run ``step`` in a child that kills itself before file operation ``at``; whether it was killed."""
     child = os.fork()
     if child == 0:
         seen = 0

@@ -80,8 +80,8 @@ def test_the_marker_says_what_it_must() -> None:
     base, tail = b"x = 1", b"tail\n"
     assert extend(base, tail, "swiglu", 3) == (
         b"x = 1\n# >>> liger overlay for Megatron-Core, version 3 (op swiglu): all below this line was"
-        b" added to the upstream file, which ends above it. base-sha256=%b base-bytes=5 tail-sha256=%b\ntail\n"
-        % (sha256(base).encode(), sha256(tail).encode())
+        b" added to the upstream file, which ends above it. base-sha256=%b"
+        b" base-bytes=5 tail-sha256=%b\ntail\n" % (sha256(base).encode(), sha256(tail).encode())
     )
 
 

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every rule of the patch set's lint finds what it is for, and the set itself is sound."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import lint
+from scripts.errors import ExpectationError
+from scripts.lint import PatchSet, Rule
+from scripts.manifest import Manifest, PinnedFile, Release, TouchedFile, Variant, load, parse
+from scripts.overlay import ROOT
+
+PATH = "megatron/core/fusions/alpha.py"
+TAIL = b"""# SPDX-License-Identifier: Apache-2.0
+# entry: alpha
+#   kind: speed
+#   why: one pass
+#     instead of two
+#   upstream: none
+#   retires when: never
+_upstream_alpha = alpha
+
+
+def alpha(x):
+    return _upstream_alpha(x)
+"""
+SETTINGS = b'# SPDX-License-Identifier: Apache-2.0\nOPS = ("alpha",)\n'
+
+
+def sound() -> PatchSet:
+    variant = Variant("a" * 64, ("1.0",), "made here", {"alpha": "b" * 64})
+    release = Release(
+        "1.0",
+        (PinnedFile("megatron_core-1.0-cp311-cp311-x.whl", "c" * 64),),
+        PinnedFile("megatron_core-1.0.tar.gz", "d" * 64),
+        "made here",
+    )
+    files = {PATH: TouchedFile(PATH, "extend", "alpha", ("alpha",), (variant,))}
+    return PatchSet(
+        Manifest({"1.0": release}, {}, files),
+        {f"overlay/{PATH}": TAIL},
+        {"overlay/megatron/core/liger/settings.py": SETTINGS},
+    )
+
+
+def with_tail(change: Callable[[bytes], bytes]) -> PatchSet:
+    return replace(sound(), tails={f"overlay/{PATH}": change(TAIL)})
+
+
+def with_file(**changes: Any) -> PatchSet:
+    patch_set = sound()
+    file = replace(patch_set.manifest.files[PATH], **changes)
+    return replace(patch_set, manifest=replace(patch_set.manifest, files={PATH: file}))
+
+
+def with_variant(**changes: Any) -> PatchSet:
+    return with_file(variants=(replace(sound().manifest.files[PATH].variants[0], **changes),))
+
+
+def with_release(**changes: Any) -> PatchSet:
+    patch_set = sound()
+    release = replace(patch_set.manifest.releases["1.0"], **changes)
+    return replace(patch_set, manifest=replace(patch_set.manifest, releases={"1.0": release}))
+
+
+def added(text: bytes) -> PatchSet:
+    patch_set = sound()
+    data = b"# SPDX-License-Identifier: Apache-2.0\n" + text
+    return replace(patch_set, added={**patch_set.added, "kernels/new.py": data})
+
+
+VARIANT = sound().manifest.files[PATH].variants[0]
+WHEEL = sound().manifest.releases["1.0"].wheels[0]
+BROKEN: list[tuple[Rule, PatchSet, str]] = [
+    (lint.parses, with_tail(lambda d: d + b"def ("), "does not parse"),
+    (lint.licensed, with_tail(lambda d: b"\n" + d), "first line"),
+    (lint.nothing_else, replace(sound(), others=("overlay/notes.txt",)), "no step"),
+    (lint.releases_pinned, with_release(wheels=(WHEEL, WHEEL)), "listed twice"),
+    (lint.releases_pinned, with_release(wheels=()), "lacks wheels"),
+    (lint.releases_pinned, with_release(sdist=None), "lacks wheels"),
+    (lint.releases_pinned, with_release(source=""), "lacks wheels"),
+    (
+        lint.releases_pinned,
+        with_release(sdist=PinnedFile("megatron_core-1.0.1.tar.gz", "d" * 64)),
+        "no file of 1.0",
+    ),
+    (lint.releases_pinned, replace(sound(), manifest=replace(sound().manifest, yanked={"1.0": "x"})), "both"),
+    (lint.variants_once, with_file(variants=(VARIANT, replace(VARIANT, releases=()))), "listed twice"),
+    (lint.variants_once, with_file(variants=(VARIANT, replace(VARIANT, sha256="e" * 64))), "in 2 variants"),
+    (lint.variants_once, with_file(variants=()), "in 0 variants"),
+    (lint.variants_once, with_variant(releases=("1.0", "2.0")), "2.0 is not in"),
+    (lint.variants_once, with_variant(source=""), "lacks releases or a source"),
+    (lint.pins_have_tails, replace(sound(), tails={}), "has no tail"),
+    (
+        lint.pins_have_tails,
+        replace(sound(), tails={**sound().tails, "overlay/megatron/x.py": TAIL}),
+        "has no pin",
+    ),
+    (lint.ledger_complete, with_tail(lambda d: d.replace(b"#   kind: speed\n", b"")), "kind"),
+    (lint.ledger_complete, with_tail(lambda d: d.replace(b"speed", b"taste")), "kind is taste"),
+    (lint.ledger_complete, with_tail(lambda d: d.replace(b"never", b"")), "retires when"),
+    (lint.ledger_matches_pins, with_file(entries=("alpha", "beta")), "beta is pinned but has no header"),
+    (lint.ledger_matches_pins, with_file(entries=()), "not among the pinned"),
+    (lint.ledger_matches_pins, with_tail(lambda d: d + b"# entry: alpha\n"), "two headers"),
+    (
+        lint.ledger_matches_code,
+        with_tail(lambda d: d.replace(b"_upstream_alpha = alpha", b"")),
+        "_upstream_alpha",
+    ),
+    (
+        lint.ledger_matches_code,
+        with_tail(lambda d: d.replace(b"def alpha", b"def _alpha")),
+        "alpha is not bound",
+    ),
+    (lint.ledger_matches_code, with_tail(lambda d: d + b"helper = 1\n"), "helper is bound"),
+    (lint.ledger_matches_code, with_tail(lambda d: d + b"import os\n"), "os is bound"),
+    (lint.fingerprints_complete, with_variant(entries={}), "no fingerprint"),
+    (lint.fingerprints_complete, with_variant(entries={"alpha": "b" * 64, "other": "b" * 64}), "no entry"),
+    (lint.fingerprints_complete, with_variant(entries={"alpha": "draft"}), "no sha256"),
+    (lint.ops_agree, with_file(op="beta"), "OPS is"),
+    (lint.ops_agree, replace(sound(), added={}), "OPS is"),
+    (lint.imports_sound, added(b"import kernels.swiglu\n"), "a tree does not have"),
+    (lint.imports_sound, added(b"def f():\n    from scripts import apply\n"), "a tree does not have"),
+    (
+        lint.imports_sound,
+        with_tail(lambda d: d + b"from megatron.core.transformer import x as _x\n"),
+        "import time",
+    ),
+    (lint.imports_sound, with_tail(lambda d: d + b"from __future__ import annotations\n"), "__future__"),
+]
+
+
+@pytest.mark.parametrize("rule", lint.RULES, ids=lambda rule: rule.__name__)
+def test_every_rule_passes_a_sound_set_and_has_a_test(rule: Rule) -> None:
+    assert list(rule(sound())) == []
+    assert rule in [broken[0] for broken in BROKEN]
+
+
+@pytest.mark.parametrize(("rule", "patch_set", "message"), BROKEN, ids=lambda v: getattr(v, "__name__", None))
+def test_a_rule_finds_its_fault_and_no_other_rule_does(rule: Rule, patch_set: PatchSet, message: str) -> None:
+    found = list(rule(patch_set))
+    assert any(message in problem.message for problem in found), found
+    for problem in found:
+        assert problem.file.startswith(("overlay/", "kernels/", "patches/"))
+
+
+def test_imports_inside_functions_and_for_types_are_fine() -> None:
+    text = b"""from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from megatron.core.transformer import x
+def f():
+    from megatron.core.transformer import y
+"""
+    assert list(lint.imports_sound(added(text))) == []
+
+
+def test_a_ledger_header_is_read_whole() -> None:
+    (entry,) = lint.ledger(TAIL)
+    assert (entry.name, entry.line) == ("alpha", 2)
+    assert entry.fields == {
+        "kind": "speed", "why": "one pass instead of two", "upstream": "none", "retires when": "never",
+    }  # fmt: skip
+    indented = b"\n".join(b"    " + row for row in TAIL.splitlines())
+    assert lint.ledger(indented)[0].fields == entry.fields
+
+
+def test_the_projects_own_set_is_sound() -> None:
+    assert lint.check(ROOT) == []
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    for folder in ("patches", "overlay", "kernels"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def edit_json(path: Path, change: Callable[[Any], object]) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("files.json", lambda d: d.update(schema=2)),
+        ("files.json", lambda d: next(iter(d["files"].values())).update(action="replace")),
+        ("files.json", lambda d: next(iter(d["files"].values())).pop("op")),
+        ("files.json", lambda d: next(iter(d["files"].values())).update(extra=1)),
+        ("files.json", lambda d: next(iter(d["files"].values()))["variants"][0].update(sha256="ABC")),
+        ("files.json", lambda d: d["files"].update({"../x.py": next(iter(d["files"].values()))})),
+        ("releases.json", lambda d: d.pop("releases")),
+        ("releases.json", lambda d: d["releases"]["0.16.1"].update(wheels={})),
+        ("releases.json", lambda d: d["releases"]["0.16.1"]["wheels"][0].pop("sha256")),
+        ("releases.json", lambda d: d.update(yanked=["0.18.1"])),
+    ],
+)
+def test_a_wrong_schema_is_a_problem_with_its_place(
+    copy: Path, name: str, change: Callable[[Any], object]
+) -> None:
+    edit_json(copy / "patches" / name, change)
+    (problem,) = lint.check(copy)
+    assert problem.rule == "schema"
+    assert f"patches/{name}" in problem.file
+    with pytest.raises(ExpectationError):
+        load(copy)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1, "schema": 1}'])
+def test_what_is_no_such_json(copy: Path, text: str) -> None:
+    (copy / "patches" / "files.json").write_text(text)
+    assert [problem.rule for problem in lint.check(copy)] == ["schema"]
+
+
+def test_a_stray_file_and_a_missing_one(copy: Path) -> None:
+    (copy / "kernels" / "notes.md").write_text("x")
+    assert [problem.rule for problem in lint.check(copy)] == ["nothing_else"]
+    (copy / "kernels" / "notes.md").unlink()
+    (copy / "patches" / "releases.json").unlink()
+    assert [problem.rule for problem in lint.check(copy)] == ["schema"]
+
+
+def test_parse_needs_both_documents_of_the_schema() -> None:
+    with pytest.raises(ExpectationError, match="schema"):
+        parse({}, {"schema": 1, "files": {}})

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetching: the right wheel is chosen, and nothing that is not pinned is ever opened."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from scripts import source
+from scripts.errors import SourceError, UsageError
+from scripts.manifest import PinnedFile, Release, load
+
+NAME = "megatron_core-1.0-cp311-cp311-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl"
+
+
+def make_wheel(path: Path, files: dict[str, bytes] | None = None) -> Path:
+    info = "megatron_core-1.0.dist-info"
+    files = files or {
+        "megatron/core/__init__.py": b"",
+        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: megatron-core\nVersion: 1.0\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp311-any\n",
+        f"{info}/RECORD": b"",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return path
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Release]:
+    """A folder that pip takes wheels from instead of an index, and the release that pins what is in it."""
+    folder = tmp_path / "shop"
+    folder.mkdir()
+    wheel = make_wheel(folder / NAME)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder, Release("1.0", (PinnedFile(NAME, source.digest(wheel)),))
+
+
+def test_fetch_takes_the_pinned_wheel_with_pip_alone(shop: tuple[Path, Release], tmp_path: Path) -> None:
+    _, release = shop
+    found = source.fetch(release, "3.11", "x86_64", tmp_path / "cache")
+    assert found.name == NAME
+    assert source.digest(found) == release.wheels[0].sha256
+
+
+def test_a_cached_wheel_needs_no_pip(
+    shop: tuple[Path, Release], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, release = shop
+    cached = source.fetch(release, "3.11", "x86_64", tmp_path / "cache")
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("pip was called"))
+    assert source.fetch(release, "3.11", "x86_64", tmp_path / "cache") == cached
+
+
+def test_a_damaged_cache_is_fetched_anew(shop: tuple[Path, Release], tmp_path: Path) -> None:
+    _, release = shop
+    cached = source.fetch(release, "3.11", "x86_64", tmp_path / "cache")
+    cached.write_bytes(cached.read_bytes()[:-1])
+    assert (
+        source.digest(source.fetch(release, "3.11", "x86_64", tmp_path / "cache")) == release.wheels[0].sha256
+    )
+
+
+def test_other_bytes_than_pinned_are_refused_and_not_kept(shop: tuple[Path, Release], tmp_path: Path) -> None:
+    folder, release = shop
+    make_wheel(folder / NAME, {**_contents(folder / NAME), "megatron/core/evil.py": b"evil = 1\n"})
+    with pytest.raises(SourceError) as caught:
+        source.fetch(release, "3.11", "x86_64", tmp_path / "cache")
+    assert caught.value.exit_code == 4
+    assert release.wheels[0].sha256 in caught.value.expected
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def _contents(path: Path) -> dict[str, bytes]:
+    return {name: data for name, _, data in source.members(path)}
+
+
+def test_no_wheel_to_be_had(shop: tuple[Path, Release], tmp_path: Path) -> None:
+    folder, release = shop
+    (folder / NAME).unlink()
+    with pytest.raises(SourceError) as caught:
+        source.fetch(release, "3.11", "x86_64", tmp_path / "cache")
+    assert "PIP_FIND_LINKS" in caught.value.remedy
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+@pytest.mark.parametrize(
+    ("platform", "machine"),
+    [
+        ("manylinux_2_28_aarch64", "aarch64"),
+        ("manylinux_2_24_x86_64", "x86_64"),
+        ("x86_64", "x86_64"),
+        ("aarch64", "aarch64"),
+    ],
+)
+def test_every_python_and_platform_of_the_real_release(python: str, platform: str, machine: str) -> None:
+    found = source.choose(load().release("megatron==0.16.1"), python, platform).filename
+    assert f"-cp{python.replace('.', '')}-" in found
+    assert found.endswith(f"{machine}.whl")
+
+
+def test_the_running_python_is_the_default() -> None:
+    found = source.choose(load().release("megatron==0.16.1")).filename
+    assert f"-cp{sys.version_info[0]}{sys.version_info[1]}-" in found
+
+
+@pytest.mark.parametrize(
+    ("python", "platform"), [("3.9", None), ("3.11", "win_amd64"), ("3.11", "x86"), ("3.99", None)]
+)
+def test_what_upstream_does_not_have(python: str, platform: str | None) -> None:
+    with pytest.raises(SourceError, match="manylinux_2_28_aarch64"):
+        source.choose(load().release("megatron==0.16.1"), python, platform)
+
+
+@pytest.mark.parametrize("python", ["3", "python3.11", "2.7", "3.11.4", " "])
+def test_a_malformed_python(python: str) -> None:
+    with pytest.raises(UsageError):
+        source.choose(load().release("megatron==0.16.1"), python)
+
+
+@pytest.mark.parametrize(
+    "name", ["../out.py", "/etc/out.py", "megatron/../../out.py", "megatron\\..\\out.py"]
+)
+def test_a_wheel_that_leads_out_of_its_folder(tmp_path: Path, name: str) -> None:
+    wheel = make_wheel(tmp_path / NAME, {name: b""})
+    with pytest.raises(SourceError, match="paths inside"):
+        source.unpack(wheel, tmp_path / "dest")
+    assert not (tmp_path / "out.py").exists()
+
+
+def test_what_is_no_wheel(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(b"PK no zip")
+    with pytest.raises(SourceError, match="a wheel"):
+        source.unpack(tmp_path / NAME, tmp_path / "dest")
+
+
+def test_unpacked_files_have_plain_modes(real_tree: Path) -> None:
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in real_tree.rglob("*") if path.is_file()}
+    assert modes <= {0o644, 0o755}
+    assert (real_tree / "megatron/core/__init__.py").exists()

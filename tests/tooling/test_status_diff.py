@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What status says and expects, and that diff's output takes the overlay out."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scripts.diff import tree_diff, unified
+from scripts.errors import ExpectationError
+from scripts.overlay import PACKAGE, RECORD
+from scripts.status import HALF, expect, judge, lines
+from scripts.verify import inspect
+
+ALPHA = "megatron/core/fusions/alpha.py"
+BETA = "megatron/core/fusions/beta.py"
+
+
+def verdict(world: Any) -> str:
+    state = inspect(world.tree.read, world.manifest, world.overlay)
+    return judge(world.tree, state, world.manifest, world.overlay)
+
+
+def said(world: Any) -> dict[str, str]:
+    state = inspect(world.tree.read, world.manifest, world.overlay)
+    return dict(text.split(": ", 1) for text in lines(world.tree, state, world.overlay))
+
+
+def expecting(world: Any, what: str, *ops: str) -> None:
+    expect(world.tree, what, ops or world.overlay.ops, world.manifest, world.overlay)
+
+
+def test_each_file_is_named(world: Any) -> None:
+    assert verdict(world) == "pristine"
+    assert said(world)[ALPHA] == "pristine, the file of 1.0"
+    world.apply("alpha")
+    assert verdict(world) == "overlaid, version 1, ops alpha"
+    assert said(world)[ALPHA] == "overlaid, version 1, this checkout's, op alpha, over the file of 1.0"
+    assert said(world)[BETA] == "pristine, the file of 1.0"
+    world.path(ALPHA).write_bytes(world.path(ALPHA).read_bytes() + b"#")
+    world.path(BETA).write_bytes(b"#")
+    assert verdict(world).startswith("changed by hand")
+    assert said(world)[ALPHA] == "changed by hand after apply"
+    assert said(world)[BETA] == "neither pinned nor overlaid"
+
+
+def test_a_broken_marker_line_counts_as_changed_by_hand(world: Any) -> None:
+    world.apply()
+    world.path(ALPHA).write_bytes(world.path(ALPHA).read_bytes().replace(b"base-bytes", b"base-\n#bytes"))
+    assert said(world)[ALPHA] == "changed by hand after apply"
+
+
+def test_an_unpinned_file(world: Any) -> None:
+    world.path(ALPHA).write_bytes(b"# a fork's\n")
+    assert verdict(world) == f"not supported as it is ({ALPHA})"
+
+
+def test_another_version(world: Any, later: Callable[[Any], Any]) -> None:
+    world.apply()
+    assert "another version" in verdict(later(world))
+    assert "another version" in said(later(world))[ALPHA]
+    later(world).apply()
+    assert "another version" in verdict(world)
+    with pytest.raises(ExpectationError):
+        expecting(world, "overlaid")
+
+
+def test_half_applied(world: Any) -> None:
+    world.apply()
+    world.path(f"{PACKAGE}/dispatch.py").unlink()
+    assert verdict(world) == HALF
+
+
+def test_expectations(world: Any) -> None:
+    expecting(world, "pristine")
+    with pytest.raises(ExpectationError):
+        expecting(world, "overlaid")
+    world.apply("alpha")
+    expecting(world, "overlaid", "alpha")
+    for what, ops in (
+        ("pristine", ()),
+        ("overlaid", ()),
+        ("overlaid", ("beta",)),
+        ("overlaid", ("alpha", "beta")),
+    ):
+        with pytest.raises(ExpectationError) as caught:
+            expecting(world, what, *ops)
+        assert caught.value.exit_code == 1
+    world.apply()
+    expecting(world, "overlaid")
+    with pytest.raises(ExpectationError):
+        expecting(world, "overlaid", "alpha")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda w: w.path(ALPHA).write_bytes(w.upstream[ALPHA]),
+        lambda w: w.path(ALPHA).write_bytes(b"#"),
+        lambda w: w.path(ALPHA).unlink(),
+        lambda w: w.path(f"{PACKAGE}/__init__.py").write_bytes(b"#"),
+        lambda w: w.path(f"{PACKAGE}/__init__.py").unlink(),
+        lambda w: w.path(RECORD).unlink(),
+        lambda w: w.tree.temporary(ALPHA).write_bytes(b""),
+    ],
+)
+def test_expect_overlaid_fails_for_any_flaw(world: Any, spoil: Callable[[Any], object]) -> None:
+    world.apply()
+    spoil(world)
+    for what in ("overlaid", "pristine"):
+        with pytest.raises(ExpectationError):
+            expecting(world, what)
+
+
+def test_expect_overlaid_reads_the_installed_record(installed: Any) -> None:
+    record = installed.path("megatron_core-1.0.dist-info/RECORD")
+    before = record.read_bytes()
+    installed.apply()
+    expecting(installed, "overlaid")
+    record.write_bytes(before)
+    with pytest.raises(ExpectationError, match="does not list"):
+        expecting(installed, "overlaid")
+
+
+@pytest.mark.parametrize(
+    "command", [["git", "apply", "-R"], ["patch", "-p1", "-R", "-s", "--no-backup-if-mismatch"]]
+)
+@pytest.mark.parametrize("form", ["world", "installed"])
+def test_the_diff_takes_the_overlay_out(
+    form: str, command: list[str], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"no {command[0]} on this machine")
+    world = request.getfixturevalue(form)
+    before = world.snapshot()
+    world.apply()
+    diff, lost = tree_diff(world.tree, world.manifest, world.overlay)
+    assert not lost
+    if command[0] == "patch":
+        command = [*command, "--binary"]
+    done = subprocess.run(command, cwd=world.root, input=diff, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    files = {path: item for path, item in world.snapshot().items() if item[1] is not None}
+    assert files == {path: item for path, item in before.items() if item[1] is not None}
+
+
+def test_the_diff_of_a_pristine_tree_is_empty(world: Any) -> None:
+    assert tree_diff(world.tree, world.manifest, world.overlay) == (b"", [])
+
+
+def test_the_diff_shows_what_was_changed_by_hand_and_says_what_is_lost(world: Any) -> None:
+    world.apply()
+    world.path(ALPHA).write_bytes(world.path(ALPHA).read_bytes() + b"mine = 1\n")
+    world.path(BETA).write_bytes(b"above = 1\n" + world.path(BETA).read_bytes())
+    diff, lost = tree_diff(world.tree, world.manifest, world.overlay)
+    assert b"+mine = 1\n" in diff
+    assert lost == [BETA]
+
+
+BYTES = st.lists(st.sampled_from([b"a", b"b\n", b"\n", b"c\r\n", b"\xff", b"@@ -1 +1 @@\n"]), max_size=6).map(
+    b"".join
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(before=st.none() | BYTES, after=BYTES)
+def test_git_reads_any_diff_back(
+    tmp_path_factory: pytest.TempPathFactory, before: bytes | None, after: bytes
+) -> None:
+    if before == after:
+        return
+    folder = tmp_path_factory.mktemp("diff")
+    file = folder / "f.py"
+    file.write_bytes(after)
+    command = ["git", "apply", "-R", "--unidiff-zero", "--whitespace=nowarn"]
+    done = subprocess.run(command, cwd=folder, input=unified("f.py", before, after), capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert (file.read_bytes() if file.exists() else None) == before
