@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator,misc"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# mypy: disable-error-code="untyped-decorator,misc"
 """Cross-entropy over a vocabulary that may be split between ranks.
 
 The softmax is never stored. The forward reads the logits once and leaves two float32 numbers a token, the
@@ -231,6 +232,7 @@ def cross_entropy_forward_kernel(
 ):
     """`loss` and `statistics` `[rows, 2]`; without `loss`, a shard's: `[rows, 4]`, or 5 if it is smoothed."""
     SMOOTHED: tl.constexpr = smoothing is not None
+    WIDTH: tl.constexpr = 2 if loss is not None else 5 if SMOOTHED else 4
     BLOCK: tl.constexpr = UNROLL * LANES * VECTOR
     o_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_r = o_r < rows
@@ -280,9 +282,6 @@ def cross_entropy_forward_kernel(
         b_relative = tl.where(m_here, b_at_target - b_row_max, 0.0)
         b_loss = _loss(b_row_sum, b_relative, b_row_shifted, smoothing, spread)
         tl.store(loss + o_r, tl.where(m_live, b_loss, 0.0), mask=m_r)
-        WIDTH: tl.constexpr = 2
-    else:
-        WIDTH: tl.constexpr = 5 if SMOOTHED else 4
     p_statistics = statistics + o_r.to(tl.int64) * WIDTH
     tl.store(p_statistics, b_row_max, mask=m_r)
     tl.store(p_statistics + 1, b_row_sum, mask=m_r)
@@ -326,13 +325,13 @@ def cross_entropy_combine_kernel(
     stride_rank = rows.to(tl.int64) * WIDTH
 
     b_max = tl.full([ROWS], -INFINITY, dtype=tl.float32)
-    for i_rank in range(0, ranks):
+    for i_rank in range(ranks):
         p_rank = gathered + i_rank * stride_rank + o_gathered
         b_max = tl.maximum(b_max, tl.load(p_rank, mask=m_r, other=0.0))
     b_sum = tl.zeros([ROWS], dtype=tl.float32)
     b_relative = tl.zeros([ROWS], dtype=tl.float32)
     b_shifted = tl.zeros([ROWS], dtype=tl.float32)
-    for i_rank in range(0, ranks):
+    for i_rank in range(ranks):
         p_rank = gathered + i_rank * stride_rank + o_gathered
         b_rank_max = tl.load(p_rank, mask=m_r, other=0.0)
         b_sum += tl.load(p_rank + 1, mask=m_r, other=0.0) * _exponential(b_rank_max - b_max)
@@ -725,10 +724,10 @@ def vocab_parallel_cross_entropy(
     gradient, so that a broken tokenizer stays visible; `out_of_range_labels` counts them.
 
     Args:
-        logits: `[..., V_local]`, bfloat16, float16 or float32, any strides; not written to in the forward. Read
-            where they are if the vocabulary is contiguous and two strides reach all tokens, else copied once.
+        logits: `[..., V_local]`, bfloat16, float16 or float32, any strides; not written to in the forward.
+            Read where they are if the vocabulary is contiguous and two strides reach all tokens, else copied.
         target: `[...]`, int64, any strides, the same on all ranks.
-        group: the ranks that share the vocabulary; None or one rank: it is whole. More meet in one all-gather.
+        group: the ranks that share the vocabulary; None or one rank: it is whole. More take one all-gather.
         label_smoothing: in [0, 1): the probability that goes to the labels other than the target, in equal
             parts.
         label_smoothing_scope: which labels those are. `global`: the whole vocabulary's. `partition`: those of
