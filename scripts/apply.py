@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     built = _build(wheel, manifest, overlay, ops, release, dest)
     print(f"megatron-core {release.version} is applied in {shown} ({built.word})")
     _print_actions(built.plan)
-    print(_next("build", shown, f"megatron=={release.version}"))
+    print(_next("build", str(dest), f"megatron=={release.version}"))
     return 0
 
 
