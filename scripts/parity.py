@@ -69,8 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         ExpectationError: a process failed or the time ran out.
         OverlayError: whatever building the trees refuses.
     """
-    found, _ = detect_device()
-    device = found if arguments.device == "auto" else arguments.device
+    device, _ = ("cpu", 0) if arguments.device == "cpu" else detect_device(arguments.device)
     with pair.open_pair(arguments) as trees:
         result = compare(
             trees.pristine,

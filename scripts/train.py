@@ -145,8 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
         ExpectationError: a rank failed or the time ran out.
         OverlayError: whatever building the trees refuses.
     """
-    found, gpus = detect_device()
-    device = found if arguments.device == "auto" else arguments.device
+    device, gpus = ("cpu", 0) if arguments.device == "cpu" else detect_device(arguments.device)
     options = _options(arguments, device, gpus)
     with pair.open_pair(arguments) as trees:
         if options.sequence_parallel and "norms" not in trees.ops:
@@ -270,7 +269,7 @@ def train(pristine: Path, overlaid: Path, ops: Sequence[str], folder: Path, opti
     back = world("back", pristine, False, [_run("resumed", load=str(folder / "checkpoint-overlaid"))])
     result = Result(data={"options": asdict(options), "pristine": before, "overlaid": after, "back": back})
     _describe(result, before[0], options)
-    _job_line(result, folder)
+    _job_line(result, folder, ops)
     _slots(result, before, after)
     _entries(result, before, after, ops, options)
     limits = _losses(result, before[0]["runs"], after[0]["runs"])
@@ -294,16 +293,17 @@ def _describe(result: Result, report: Mapping[str, Any], options: Options) -> No
     ]
 
 
-def _job_line(result: Result, folder: Path) -> None:
+def _job_line(result: Result, folder: Path, ops: Sequence[str]) -> None:
     """The line by which a job shows on rank 0 that it runs the overlay; a pristine one must not have it."""
     ours, theirs = (log_lines(folder / name, JOB_LINE) for name in ("overlaid", "pristine"))
     result.table += ["", *ours]
+    missing = [op for op in ops if not any(f"{op} kernel" in line for line in ours)]
     detail = (
-        "in the overlaid job only"
-        if ours and not theirs
-        else f"overlaid {len(ours)}, pristine {len(theirs)} times"
+        f"no line says that {', '.join(missing)} runs on a kernel" if missing else "in the overlaid job only"
     )
-    result.check("the job's own line", bool(ours) and not theirs, detail)
+    result.check(
+        "the job's own line", not missing and not theirs, "also in the pristine job" if theirs else detail
+    )
 
 
 def _slots(result: Result, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:

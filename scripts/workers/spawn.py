@@ -23,14 +23,17 @@ TIMEOUT = 600.0
 _TAIL_LINES = 30
 
 
-def detect_device() -> tuple[str, int]:
+def detect_device(wanted: str = "auto") -> tuple[str, int]:
     """Ask the torch that the workers use for GPUs.
+
+    Args:
+        wanted: ``"auto"``, or ``"cuda"`` to insist on a GPU.
 
     Returns:
         ``("cuda", count)`` or ``("cpu", 0)``.
 
     Raises:
-        ExpectationError: the environment has no torch.
+        ExpectationError: the environment has no torch, or no GPU where one is wanted.
     """
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -42,6 +45,10 @@ def detect_device() -> tuple[str, int]:
             remedy="run in an environment with torch, triton, numpy and einops (nox makes one)",
         )
     count = int(done.stdout.split()[-1])
+    if wanted == "cuda" and not count:
+        raise ExpectationError(
+            file=sys.executable, expected="a GPU", found="none that torch sees", remedy="leave --device away"
+        )
     return ("cuda", count) if count else ("cpu", 0)
 
 
@@ -49,7 +56,8 @@ def environment(tree: Path | None, device: str, extra: Mapping[str, str] | None 
     """A worker's environment: ``tree`` first on the path, the root not on it, no overlay settings."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("LIGER_MEGATRON")}
     inherited = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    kept = [entry for entry in inherited if Path(entry).resolve() != ROOT]
+    # The workers run in another folder, so no entry may stay relative.
+    kept = [str(Path(entry).resolve()) for entry in inherited if Path(entry).resolve() != ROOT]
     env["PYTHONPATH"] = os.pathsep.join([str(tree), *kept] if tree else kept)
     env["NO_VCS_VERSION"] = "1"
     if device == "cpu":
