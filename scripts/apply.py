@@ -47,8 +47,20 @@ def main(argv: list[str]) -> int:
     if release is None:
         remedy = f"write megatron=={manifest.newest()}, or --tree PATH"
         raise UsageError("command line", "a release or a tree", "neither", remedy)
-    wheel = source.fetch(release, arguments.python, arguments.platform)
     dest = BUILD / f"megatron-core-{release.version}"
+    with complete_later(Tree(dest)):
+        return _into_build(dest, manifest, overlay, ops, release, arguments)
+
+
+def _into_build(
+    dest: Path,
+    manifest: Manifest,
+    overlay: Overlay,
+    ops: tuple[str, ...] | None,
+    release: Release,
+    arguments: argparse.Namespace,
+) -> int:
+    wheel = source.fetch(release, arguments.python, arguments.platform)
     shown = os.path.relpath(dest)
     if arguments.dry_run:
         contents = {path: data for path, _, data in source.members(wheel)}
@@ -73,8 +85,9 @@ def apply_tree(
     manifest: Manifest | None = None,
     overlay: Overlay | None = None,
 ) -> Plan:
-    """Overlay a tree in place, completing or changing what is there. Raises OverlayError before the first
-    write.
+    """Overlay a tree in place, completing or changing what is there.
+
+    Raises OverlayError before the first write.
     """
     manifest = load() if manifest is None else manifest
     overlay = load_overlay(manifest=manifest) if overlay is None else overlay
@@ -169,9 +182,7 @@ class Built:
 
 
 def build_tree(release: Release, ops: Iterable[str] | None, dest: Path, *, overlaid: bool) -> Path:
-    """A tree of a pinned release at ``dest``, overlaid with ``ops`` or pristine; rebuilt unless it is just
-    that.
-    """
+    """A tree of a pinned release at ``dest``, overlaid with ``ops`` or pristine; built if it is not that."""
     manifest = load()
     overlay = load_overlay(manifest=manifest)
     _build(source.fetch(release), manifest, overlay, ops, release, dest, overlaid=overlaid)
@@ -203,9 +214,8 @@ def _build(
         if dest.exists() and _holds(dest, expected):
             return Built(planned, "as before")
         word = "built anew: it was not what it should be" if dest.exists() else "new"
-        for stale in dest.parent.glob(
-            f".{dest.name}-*"
-        ):  # of a run that was killed; the lock keeps live ones out
+        # Of a run that was killed: the lock keeps live ones out.
+        for stale in dest.parent.glob(f".{dest.name}-*"):
             shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=dest.parent, prefix=f".{dest.name}-") as folder:
             fresh = Path(folder) / "tree"
@@ -290,7 +300,7 @@ def complete_later(tree: Tree) -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename if isinstance(error.filename, str) else tree.root
-        remedy = "remove the cause, then run apply or revert again: either completes"
+        remedy = "remove the cause, then run the command again (or revert): it completes"
         raise TreeError(where, "a file to be written", error.strerror or str(error), remedy) from error
 
 

@@ -47,9 +47,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class PatchSet:
-    """The set as it is on disk: pins, and the sources of ``overlay/`` and ``kernels/`` by their path in the
-    project.
-    """
+    """The set as it is on disk: pins, and the sources of ``overlay/`` and ``kernels/``, by path."""
 
     manifest: Manifest
     tails: dict[str, bytes]
@@ -202,9 +200,7 @@ def ledger_matches_pins(s: PatchSet) -> Iterator[Problem]:
 
 
 def ledger_matches_code(s: PatchSet) -> Iterator[Problem]:
-    """A tail keeps upstream's entry as ``_upstream_NAME`` and binds the name anew, for the names with a
-    header only.
-    """
+    """A tail keeps an entry as ``_upstream_NAME`` and binds it anew; it binds no public name without a header."""
     for path, data in s.tails.items():
         module = ast.parse(data)
         headed = {entry.name: entry.line for entry in ledger(data)}
@@ -244,8 +240,7 @@ def ops_agree(s: PatchSet) -> Iterator[Problem]:
 
 
 def imports_sound(s: PatchSet) -> Iterator[Problem]:
-    """No import of ``kernels`` by its top-level name, and none of ``megatron.core.transformer`` while
-    importing.
+    """No import that a tree cannot resolve, and none of ``megatron.core.transformer`` at import time.
 
     That package imports the fusions at its own import; a tail that imports it back finds it half made.
     """
@@ -279,9 +274,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def ledger(tail: bytes) -> list[Entry]:
-    """The headers of a tail: ``# entry: NAME``, then deeper comment lines ``#   field: text``, which may go
-    on.
-    """
+    """The headers of a tail: ``# entry: NAME``, then deeper comments ``#   field: text`` that may go on."""
     found: list[Entry] = []
     current: Entry | None = None
     name = ""

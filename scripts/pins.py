@@ -191,8 +191,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def fingerprint(node: ast.AST) -> str:
-    """The sha256 of a definition: decorators, signature and body. Comments, docstrings and layout do not
-    count.
+    """The sha256 of a definition: decorators, signature and body, not comments, docstrings and layout.
 
     The text that is hashed is made here: ``ast.dump`` changes from one Python to the next.
     """

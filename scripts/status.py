@@ -120,9 +120,15 @@ def expect(tree: Tree, expected: str, ops: tuple[str, ...], manifest: Manifest, 
             error.file, f"{expected}: {error.expected}", error.found, error.remedy
         ) from error
     if problem is not None:
-        command = f"apply --tree {tree.root} --ops {','.join(ops)}" if expected == "overlaid" else "revert"
-        what = f"{expected} ({', '.join(ops)})" if expected == "overlaid" else expected
-        raise ExpectationError(tree.root, what, problem, f"run {command}, and status again")
+        record = tree.installed_record()
+        if record is not None and is_patched_wheel(record):
+            remedy = "install the patched wheel made from this checkout, or upstream's for a pristine tree"
+        elif expected == "overlaid":
+            remedy = f"run apply --tree {tree.root} --ops {','.join(ops)}, and status again"
+        else:
+            remedy = f"run revert --tree {tree.root}, or restore upstream's files"
+        what = f"overlaid ({', '.join(ops)})" if expected == "overlaid" else expected
+        raise ExpectationError(tree.root, what, problem, remedy)
 
 
 def mismatch(tree: Tree, ops: tuple[str, ...], manifest: Manifest, overlay: Overlay) -> str | None:
