@@ -200,7 +200,7 @@ def ledger_matches_pins(s: PatchSet) -> Iterator[Problem]:
 
 
 def ledger_matches_code(s: PatchSet) -> Iterator[Problem]:
-    """A tail keeps an entry as ``_upstream_NAME`` and binds it anew; it binds no public name without a header."""
+    """A tail keeps an entry as ``_upstream_NAME`` and binds it anew; no public name is without header."""
     for path, data in s.tails.items():
         module = ast.parse(data)
         headed = {entry.name: entry.line for entry in ledger(data)}
