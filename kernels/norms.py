@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,59 +62,78 @@ class NormLaunch(Launch):
     reload: bool = False
 
 
+VECTOR_BYTES = 16  # the widest access of one thread
 WARP_SIZE = 64 if torch.version.hip else 32
 MAX_THREADS = 1024  # of one program, on every device
 
-# Elements of a tile: narrow rows share one.
-MIN_FORWARD_TILE = 2048
-MIN_BACKWARD_TILE = 2048
+# Elements of a tile and rows of one: narrow rows share it.
+MIN_TILE = 2048
+MAX_TILE_ROWS = 32
 
-# The longest row that a program holds in registers, in columns, and the blocks of a longer one. Half of it
-# where registers run out: float32 elements, or two parameter gradients to add up.
-MAX_FORWARD_ROW = 32768
-MAX_BACKWARD_ROW = 16384
+# The longest row in bytes that a program holds in registers without spills. The backward of LayerNorm, with
+# the mean and a second parameter gradient, holds half of that; where 16-byte accesses do not fit the row,
+# each element takes an address, and the backward holds a quarter, the forward half.
+MAX_FORWARD_ROW_BYTES = 65536
+MAX_BACKWARD_ROW_BYTES = 32768
 
-# Backward by the columns of a block: warps (of 32 lanes), programs to a multiprocessor, stages.
-_BACKWARD = {2048: (4, 3, 3), 4096: (4, 2, 3), 8192: (16, 1, 3), 16384: (16, 1, 1)}
+# From this width on registers are short, and the weight is read again for each row block.
+RELOAD_COLUMNS = 16384
 
-# One of a longer row: forward and row sums.
+# Backward of rows up to so many bytes: warps of 32 lanes, programs to a multiprocessor, stages.
+_BACKWARD = (
+    (4096, 4, 3, 3),
+    (8192, 4, 2, 3),
+    (14336, 8, 1, 3),
+    (16384, 16, 1, 3),
+    (MAX_BACKWARD_ROW_BYTES, 16, 1, 1),
+)
+
+# Longer rows: the forward and the row sums of a whole row, and the backward of a block of columns.
 LONG_ROW = NormLaunch(rows=1, block=4096, warps=8, programs=4)
+LONG_ROW_BACKWARD = NormLaunch(rows=1, block=4096, warps=16, stages=3, programs=2)
 
 REDUCE = Launch(rows=128, block=32, warps=8)
+
+
+def _tile(n: int) -> tuple[int, int]:
+    """Rows and columns of the tile that holds whole rows of `n` columns."""
+    block = max(next_power_of_2(n), 16)
+    return max(1, min(MIN_TILE // block, MAX_TILE_ROWS)), block
 
 
 @functools.cache
 def choose_forward(n: int, element_size: int, warp_size: int = WARP_SIZE) -> NormLaunch:
     """The launch of the forward for rows of `n` columns."""
-    block = max(next_power_of_2(n), 16)
-    if block > MAX_FORWARD_ROW:
-        return LONG_ROW
-    rows = max(1, MIN_FORWARD_TILE // block)
+    rows, block = _tile(n)
+    size = n * element_size
+    if block * element_size > MAX_FORWARD_ROW_BYTES // (2 if size % VECTOR_BYTES else 1):
+        return replace(LONG_ROW, warps=LONG_ROW.warps * 32 // warp_size)
     threads = min(max(rows * block // 16, 128), MAX_THREADS)
-    programs = max(1, 2048 // threads)
-    return NormLaunch(rows, block, threads // warp_size, programs=programs, reload=block > 8192)
+    reload = block >= RELOAD_COLUMNS
+    return NormLaunch(rows, block, threads // warp_size, programs=2048 // threads, reload=reload)
 
 
 @functools.cache
 def choose_backward(
-    n: int, element_size: int, sums: int, shared_memory: int, warp_size: int = WARP_SIZE
+    n: int, element_size: int, layer_norm: bool, sums: int, shared_memory: int, warp_size: int = WARP_SIZE
 ) -> NormLaunch:
     """The launch of the backward for rows of `n` columns.
 
     `sums`: how many parameter gradients there are to add up. `shared_memory`: the bytes that one program can
     have; they bound the stages.
     """
-    longest = MAX_BACKWARD_ROW // (2 if element_size > 2 or sums > 1 else 1)
-    block = max(next_power_of_2(n), 16)
-    if block > longest:
-        block, warps, programs, stages = LONG_ROW.block, 8, 2, 3
+    rows, block = _tile(n)
+    size = n * element_size
+    crowded = (2 if layer_norm and sums else 1) * (4 if size % VECTOR_BYTES else 1)
+    if block * element_size > MAX_BACKWARD_ROW_BYTES // crowded:
+        launch = LONG_ROW_BACKWARD
     else:
-        warps, programs, stages = _BACKWARD[max(block, 2048)]
-    rows = max(1, MIN_BACKWARD_TILE // block)
-    # x and dy of each stage, and some for the sums across warps
-    while stages > 1 and 2 * stages * rows * block * element_size + 4096 > shared_memory:
-        stages -= 1
-    return NormLaunch(rows, block, max(1, warps * 32 // warp_size), stages, programs, reload=block > 8192)
+        _, warps, programs, stages = next(choice for choice in _BACKWARD if size <= choice[0])
+        launch = NormLaunch(rows, block, warps, stages, programs, reload=block >= RELOAD_COLUMNS)
+    # A stage holds x and dy; some is for the sums across warps.
+    stage = 2 * launch.rows * launch.block * element_size
+    stages = min(launch.stages, max(1, (shared_memory - 4096) // stage))
+    return replace(launch, stages=stages, warps=launch.warps * 32 // warp_size)
 
 
 @functools.cache
@@ -517,7 +536,7 @@ def _backward(
     rows = rstd.numel()
     dy_rows = rows_of(dy)
     sums = (dweight is not None) + (dbias is not None)
-    launch = choose_backward(n, x.tensor.element_size(), sums, shared_memory(x.tensor))
+    launch = choose_backward(n, x.tensor.element_size(), mean is not None, sums, shared_memory(x.tensor))
     column_blocks = launch.column_blocks(n)
     projection = average = None
     if column_blocks > 1 and dx is not None:

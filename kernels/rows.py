@@ -61,8 +61,10 @@ def row_offsets(o_r, rows, stride, inner, inner_stride):
     Divides in the width of `rows`: offsets of rows at or past `rows` are of no use.
     """
     if inner is None:
-        return o_r * stride
-    o_row = o_r.to(rows.dtype)
-    o_outer = o_row // inner
-    o_inner = o_row - o_outer * inner
-    return o_outer.to(tl.int64) * stride + o_inner.to(tl.int64) * inner_stride
+        o_x = o_r * stride
+    else:
+        o_row = o_r.to(rows.dtype)
+        o_outer = o_row // inner
+        o_inner = o_row - o_outer * inner
+        o_x = o_outer.to(tl.int64) * stride + o_inner.to(tl.int64) * inner_stride
+    return o_x
