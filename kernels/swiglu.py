@@ -160,11 +160,11 @@ def swiglu_backward_kernel(
     if WHOLE_ROW:
         i_row_block = i_program
         i_first = 0
-        i_last = column_blocks
+        blocks = column_blocks
     else:
         i_row_block = i_program // column_blocks
         i_first = i_program % column_blocks
-        i_last = i_first + 1
+        blocks = 1
 
     o_r = i_row_block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     m_r = o_r < rows
@@ -173,8 +173,8 @@ def swiglu_backward_kernel(
     if WHOLE_ROW:
         b_dweights = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
 
-    for i_block in range(i_first, i_last):
-        o_n = i_block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    for i_block in range(blocks):
+        o_n = (i_first + i_block) * BLOCK + tl.arange(0, BLOCK)[None, :]
         m_n = o_n < n
         m = m_r & m_n
         p_bias = bias + o_n if HAS_BIAS else None

@@ -2,8 +2,8 @@
 """bfloat16 in Triton's interpreter, which runs the kernels where there is no accelerator.
 
 A compiled kernel rounds float32 to bfloat16 to nearest, ties to even, and widens bfloat16 exactly. The
-interpreter (seen in Triton 3.9) cuts the low bits off, so that results are up to a unit in the last place too
-small, and reads subnormal bfloat16 as zero.
+interpreter (seen in Triton 3.2, 3.6 and 3.9) cuts the low bits off, so that results are up to a unit in the
+last place too small, and reads subnormal bfloat16 as zero.
 """
 
 from __future__ import annotations
