@@ -108,6 +108,9 @@ def test_expectations(world: Any) -> None:
         lambda w: w.path(f"{PACKAGE}/__init__.py").write_bytes(b"#"),
         lambda w: w.path(f"{PACKAGE}/__init__.py").unlink(),
         lambda w: w.path(RECORD).unlink(),
+        lambda w: w.path(RECORD).write_bytes(
+            w.path(RECORD).read_bytes().replace(b'  "beta"\n', b'  "gamma"\n')
+        ),
         lambda w: w.tree.temporary(ALPHA).write_bytes(b""),
     ],
 )
