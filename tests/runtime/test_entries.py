@@ -427,7 +427,7 @@ def test_under_torch_compile(
     """Upstream's code is traced: equal results, no new trace at later calls, counted once a trace."""
 
     def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        dense = fused.bias_swiglu_impl(x * 2, None, False, False)
+        dense: torch.Tensor = fused.bias_swiglu_impl(x * 2, None, False, False)
         weighted: torch.Tensor = fused.weighted_bias_swiglu_impl(x, None, w, False)
         return dense + weighted
 

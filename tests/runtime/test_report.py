@@ -209,6 +209,8 @@ def test_script_folder_first(places: Places, report: ModuleType, monkeypatch: py
 
 def test_none(places: Places, report: ModuleType) -> None:
     assert report.core_of_script(places.script("other")) is None
+    places.core(".")  # where the command is run, which is not where the script is
+    assert report.core_of_script(places.script("other")) is None
     places.portion("portion")
     assert report.core_of_script(places.script("portion")) is None
 

@@ -149,10 +149,9 @@ class Entry:
                 f"{self.op.name}: {self.name} would run upstream's code ({reason}); {STRICT}=1 forbids that. "
                 f"Change the call, unset {STRICT}, or switch the op off with {SWITCH}=-{self.op.name}"
             )
-        count = self.upstream.get(reason, 0)
-        self.upstream[reason] = count + 1
-        if not count and reason not in _logged.setdefault(self.op.name, set()):
-            _logged[self.op.name].add(reason)
+        self.upstream[reason] = self.upstream.get(reason, 0) + 1
+        if (self.op.name, reason) not in _logged:
+            _logged.add((self.op.name, reason))
             LOGGER.warning("%s: %s runs upstream's code: %s", self.op.name, self.name, reason)
 
     def traced(self) -> None:
@@ -168,7 +167,7 @@ _count_trace: Callable[[Entry], None] = _compiler.assume_constant_result(
 
 OPS: dict[str, Op] = {}
 job_pending = True
-_logged: dict[str, set[str]] = {}
+_logged: set[tuple[str, str]] = set()
 _platform: Platform | None = None
 
 
