@@ -251,10 +251,14 @@ def test_subnormal_results_survive(device: torch.device) -> None:
 
 @IGNORE_OVERFLOW
 def test_an_infinite_bias_leaves_no_nan_of_rows_past_the_end(device: torch.device) -> None:
-    """Three rows leave most rows of the only tile empty; the gradient of up there is 0 · inf."""
-    inputs, dout = make("bias", (3, 2), torch.float32, device)
-    inputs[1][0] = float("inf")
-    got, exact = run(swiglu, inputs, dout), run(swiglu_reference, inputs, dout, torch.float64)
+    """Three rows leave most rows of the tile empty; with the bias alone in them, gradients are 0 · inf."""
+    y, dout = torch.rand(3, 4, device=device), torch.rand(3, 2, device=device) + 0.5
+    bias = torch.tensor(
+        [float("inf"), 1.0, 1.0, float("inf")], device=device
+    )  # gate of one column, up of the other
+    got = run(swiglu, (y, bias, None), dout)
+    exact = run(swiglu_reference, (y, bias, None), dout, torch.float64)
+    assert exact.dbias[1] == exact.dbias[2] == float("inf")
     torch.testing.assert_close(got.dbias.double(), exact.dbias, equal_nan=True, rtol=1e-5, atol=1e-6)
 
 
