@@ -320,7 +320,7 @@ def test_logged_once_a_reason(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("megatron.core.liger.dispatch"), "_logged", {})
+    monkeypatch.setattr(importlib.import_module("megatron.core.liger.dispatch"), "_logged", set())
     x = torch.ones(2, 8, device=device)
     with caplog.at_level(logging.WARNING, "megatron.core.liger"):
         for _ in range(3):
