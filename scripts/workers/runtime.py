@@ -78,6 +78,11 @@ def init_group(folder: Path, device: str) -> None:
     )
 
 
+def tree() -> Path:
+    """The tree under test."""
+    return Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]).resolve()
+
+
 def check_tree() -> None:
     """Make sure that the tree under test is the one imported.
 
@@ -86,10 +91,9 @@ def check_tree() -> None:
     """
     import megatron.core
 
-    tree = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]).resolve()
     found = Path(megatron.core.__file__).resolve()
-    if tree not in found.parents:
-        raise RuntimeError(f"megatron.core was imported from {found}, not from {tree}")
+    if tree() not in found.parents:
+        raise RuntimeError(f"megatron.core was imported from {found}, not from {tree()}")
 
 
 def overlay() -> ModuleType | None:
