@@ -101,26 +101,31 @@ class Tile:
 
 # Rows from this size on keep a pipeline of several tiles busy; below, a whole row is in flight at once.
 WIDE_ROW_BYTES = 32768
-# Threads of a program, most 16-byte accesses of a thread to one tile, tiles in flight.
+# Threads of a program, most bytes of a thread's part of a tile, tiles in flight.
 _SHAPES = {
-    ("forward", "wide"): (256, 2, 3),
-    ("forward", "narrow"): (128, 4, 1),
-    ("backward", "wide"): (256, 2, 3),
-    ("backward", "narrow"): (128, 4, 1),
+    ("forward", "wide"): (256, 32, 3),
+    ("forward", "narrow"): (128, 64, 1),
+    ("backward", "wide"): (256, 32, 3),
+    ("backward", "narrow"): (128, 64, 1),
 }
 
 COMBINE = Launch(rows=128, block=1, warps=4)
 
 
 @functools.cache
-def choose_tile(kernel: str, columns: int, element_size: int, warp_size: int = WARP_SIZE) -> Tile:
-    """The tile of `kernel` (forward or backward) for rows of `columns` logits."""
+def choose_tile(
+    kernel: str, columns: int, element_size: int, aligned: bool = True, warp_size: int = WARP_SIZE
+) -> Tile:
+    """The tile of `kernel` (forward or backward) for rows of `columns` logits.
+
+    Rows that are not `aligned` to 16 bytes are read value by value, so neighbours go to different lanes.
+    """
     width = "wide" if columns * element_size >= WIDE_ROW_BYTES else "narrow"
-    threads, max_unroll, stages = _SHAPES[kernel, width]
-    vector = VECTOR_BYTES // element_size
+    threads, thread_bytes, stages = _SHAPES[kernel, width]
+    vector = VECTOR_BYTES // element_size if aligned else 1
     vectors = next_power_of_2(-(-columns // vector))
     lanes = min(vectors, threads)
-    unroll = min(vectors // lanes, max_unroll)
+    unroll = min(vectors // lanes, thread_bytes // (vector * element_size))
     return Tile(threads // lanes, lanes, unroll, vector, threads // warp_size, stages)
 
 
@@ -460,7 +465,7 @@ def _token_strides(x: torch.Tensor, dimensions: int) -> tuple[int, int] | None:
         elif stride != reach:
             return None
         reach = stride * size
-    return step or 0, strides[-1]
+    return step or 0, 0 if sizes[-1] == 1 else strides[-1]
 
 
 def _as_tokens(x: torch.Tensor, dimensions: int) -> tuple[torch.Tensor, tuple[int, int]]:
@@ -473,6 +478,11 @@ def _as_tokens(x: torch.Tensor, dimensions: int) -> tuple[torch.Tensor, tuple[in
         strides = _token_strides(x, dimensions)
         assert strides is not None
     return x, strides
+
+
+def _aligned(x: torch.Tensor, strides: tuple[int, int]) -> bool:
+    """Whether Triton makes 16-byte accesses to the tokens of `x`: the same test as its specialisation."""
+    return x.data_ptr() % VECTOR_BYTES == 0 and all(stride % 16 == 0 for stride in strides)
 
 
 def _inner(target: torch.Tensor) -> int:
@@ -518,7 +528,7 @@ def _forward(
     shard = (
         statistics if width == 2 else torch.empty((rows, width), dtype=torch.float32, device=logits.device)
     )
-    tile = choose_tile("forward", columns, logits.element_size())
+    tile = choose_tile("forward", columns, logits.element_size(), _aligned(logits, strides))
     with device_guard(logits):
         cross_entropy_forward_kernel[(-(-rows // tile.rows),)](
             logits,
@@ -581,7 +591,8 @@ def _backward(
     rows, columns = target.numel(), logits.shape[-1]
     target, strides_target = _as_tokens(target, target.dim())
     dloss, strides_dloss = _as_tokens(dloss, target.dim())
-    tile = choose_tile("backward", columns, logits.element_size())
+    aligned = _aligned(logits, strides) and _aligned(dlogits, strides_dlogits)
+    tile = choose_tile("backward", columns, logits.element_size(), aligned)
     with device_guard(logits):
         cross_entropy_backward_kernel[(-(-rows // tile.rows),)](
             logits,

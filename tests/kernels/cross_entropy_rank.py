@@ -2,8 +2,8 @@
 """One rank of a split vocabulary, as a process: `cross_entropy_rank.py RANK RANKS STORE CASES RESULTS`.
 
 CASES is a saved list of `(logits, target, dloss, options)` over the whole vocabulary. RESULTS gets, for each,
-this rank's loss, gradient and counts: launches, collectives as the op counts them, and all that torch was asked
-for.
+this rank's loss, gradient and counts: launches, collectives as the op counts them, and all that torch was
+asked for.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main(rank: int, ranks: int, store: str, cases: str, results: str) -> None:
         "nccl" if cuda else "gloo",
         rank=rank,
         world_size=ranks,
-        store=dist.FileStore(store, ranks),
+        init_method=f"file://{store}",
         timeout=timedelta(seconds=120),
     )
     calls: Counter[str] = Counter()

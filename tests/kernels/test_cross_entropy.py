@@ -348,8 +348,9 @@ def test_strides(
     logits, target, dloss = make(tokens, 40, torch.bfloat16, device)
     expected = run(vocab_parallel_cross_entropy, logits, target, dloss)
     check(logits, target, dloss, expected)
+    # Off the 16-byte boundaries the order of the sum is another, so its last bit may be.
+    check(logits, target, dloss, run(vocab_parallel_cross_entropy, layout(logits), target, dloss))
     for other in LAYOUTS:
-        assert run(vocab_parallel_cross_entropy, layout(logits), target, other(dloss)) == expected
         assert run(vocab_parallel_cross_entropy, logits, other(target), layout(dloss)) == expected
 
 
@@ -536,9 +537,9 @@ def test_logits_changed_after_the_forward_are_refused(device: torch.device) -> N
 @pytest.mark.parametrize("columns", [5, 128, 1025, 18992])
 def test_in_place(columns: int, layout: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
     logits, target, dloss = make((5, 2), columns, torch.bfloat16, device)
-    expected = run(vocab_parallel_cross_entropy, logits, target, dloss)
     source = logits.clone().requires_grad_()
     used = layout(source)
+    expected = run(vocab_parallel_cross_entropy, used, target, dloss)
     grads: list[torch.Tensor] = []
     used.register_hook(grads.append)
     loss = vocab_parallel_cross_entropy(used, target, in_place=True)
@@ -793,11 +794,11 @@ def test_refusals(device: torch.device) -> None:
 
 
 def test_tiles_fit_the_hardware() -> None:
-    for kernel, columns, size in itertools.product(
-        ("forward", "backward"), (1, 2, 3, 17, *range(100, 40000, 777), 151936), (2, 4)
+    for kernel, columns, size, aligned in itertools.product(
+        ("forward", "backward"), (1, 2, 3, 17, *range(100, 40000, 777), 151936), (2, 4), (False, True)
     ):
         for warp_size in (32, 64):
-            tile = choose_tile(kernel, columns, size, warp_size)
+            tile = choose_tile(kernel, columns, size, aligned, warp_size)
             threads = tile.warps * warp_size
             assert tile.warps >= 1
             assert tile.warps & (tile.warps - 1) == 0

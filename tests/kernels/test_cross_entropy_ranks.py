@@ -89,6 +89,7 @@ def test_equal_to_float64(name: str, results: dict[str, list[Any]]) -> None:
         )
         expected.backward(dloss.double())
         torch.testing.assert_close(loss, expected.detach().float(), rtol=1e-6, atol=1e-6)
+        assert exact.grad is not None
         right = exact.grad[..., slice(*part)].to(logits.dtype)
         eps = torch.finfo(logits.dtype).eps
         torch.testing.assert_close(dlogits, right, rtol=max(eps, 1e-5), atol=1e-8)
