@@ -44,6 +44,7 @@ class Sizes:
     sequence: int = 32
     micro_batch: int = 2
     micro_batches: int = 2
+    learning_rate: float = 2e-3
 
     @property
     def layer_calls(self) -> int:
@@ -52,7 +53,10 @@ class Sizes:
 
 
 ON_CPU = Sizes()
-ON_GPU = Sizes(hidden=512, ffn=1408, heads=8, groups=4, vocabulary=8192, sequence=512)
+# At 2e-3 this one is not stable: moving one weight matrix of the pristine model by less than bfloat16
+# resolves moved the fourth loss by up to 1.7e-2 (measured on an H200), and no band judges by that. At 3e-4 it
+# is 4e-4.
+ON_GPU = Sizes(hidden=512, ffn=1408, heads=8, groups=4, vocabulary=8192, sequence=512, learning_rate=3e-4)
 
 # Launches that each op must make in one step of one rank, by kernel. An op that is not here fails.
 EXPECTED_LAUNCHES: dict[str, dict[str, Callable[[Sizes], int]]] = {

@@ -53,7 +53,7 @@ def _run(plan: Mapping[str, Any], run: Mapping[str, Any], device: torch.device) 
     sizes = gpt.Sizes(**plan["sizes"])
     variant = gpt.Variant(run["fused_cross_entropy"], run["fused_activation"], plan["sequence_parallel"])
     model = gpt.build(sizes, variant)
-    optimizer = gpt.make_optimizer(model)
+    optimizer = gpt.make_optimizer(model, sizes.learning_rate)
     report: dict[str, Any] = {"losses": [], "counters": [], "norms": _norms(model)}
     first = 0
     if run.get("load"):
