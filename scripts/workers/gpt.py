@@ -25,12 +25,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 SEED = 1234
-LEARNING_RATE = 2e-3
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model's and the step's sizes; ``micro_batches`` is the number of them in a step of one rank."""
+    """The model's and the step's sizes, and Adam's rate; ``micro_batches``: how many a rank has in a step."""
 
     layers: int
     hidden: int
@@ -41,6 +40,7 @@ class Sizes:
     sequence: int
     micro_batch: int
     micro_batches: int
+    learning_rate: float
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,13 @@ class Optimizer(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-def make_optimizer(model: DistributedDataParallel) -> Optimizer:
+def make_optimizer(model: DistributedDataParallel, learning_rate: float) -> Optimizer:
     """Megatron's mixed-precision Adam; on CPU, whose tensor types that one refuses, the same done plainly."""
     if not torch.cuda.is_available():
-        return MainParameterAdam(list(model.parameters()))
+        return MainParameterAdam(list(model.parameters()), learning_rate)
     config = OptimizerConfig(
         optimizer="adam",
-        lr=LEARNING_RATE,
+        lr=learning_rate,
         bf16=True,
         params_dtype=torch.bfloat16,
         clip_grad=0.0,
@@ -166,10 +166,10 @@ class MainParameterAdam:
 
     MOMENTS = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: list[torch.nn.Parameter], learning_rate: float) -> None:
         self.parameters = parameters
         self.main = [parameter.detach().float().clone() for parameter in parameters]
-        self.adam = torch.optim.AdamW(self.main, lr=LEARNING_RATE, weight_decay=0.0)
+        self.adam = torch.optim.AdamW(self.main, lr=learning_rate, weight_decay=0.0)
 
     def step(self) -> None:
         for parameter, main in zip(self.parameters, self.main):
