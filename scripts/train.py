@@ -53,8 +53,8 @@ class Sizes:
 
 
 ON_CPU = Sizes()
-# At a rate of 2e-3 this one is not stable: a change of one pristine weight matrix by at most a unit of bfloat16
-# moved the fourth loss by up to 1.7e-2 (on an H200). At 3e-4 it moved none of six losses by more than 4e-4.
+# At a rate of 2e-3 this one is not stable: a change of one pristine weight matrix by at most a unit of
+# bfloat16 moved the fourth loss by up to 1.7e-2 (on an H200). At 3e-4 it moved none of six by more than 4e-4.
 ON_GPU = Sizes(hidden=512, ffn=1408, heads=8, groups=4, vocabulary=8192, sequence=512, learning_rate=3e-4)
 
 # Launches that each op must make in one step of one rank, by kernel. An op that is not here fails.
