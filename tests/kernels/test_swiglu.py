@@ -193,7 +193,7 @@ def test_known_values_with_bias(dtype: torch.dtype, rows: int, device: torch.dev
     torch.testing.assert_close(
         result.out.cpu().double(), torch.full((rows, 1), 1.462117).double(), rtol=close, atol=1e-6
     )
-    expected = torch.tensor([1.855341, 0.731059]).double()
+    expected = torch.tensor([1.85534102, 0.73105858], dtype=torch.float64)
     torch.testing.assert_close(result.dy.cpu().double(), expected.repeat(rows, 1), rtol=close, atol=1e-6)
     torch.testing.assert_close(result.dbias.cpu().double(), expected * rows, rtol=max(close, 1e-6), atol=0)
 
@@ -529,7 +529,8 @@ def test_in_place(mode: str, layout: Callable[[torch.Tensor], torch.Tensor], dev
     if bias is not None:
         assert torch.equal(bias.grad, expected.dbias)
     if weights is not None:
-        assert torch.equal(weights.grad, expected.dweights)
+        # Another stride can be compiled to another order of the sum over a row.
+        torch.testing.assert_close(weights.grad, expected.dweights, rtol=1e-5, atol=1e-5)
 
 
 def test_in_place_leaves_the_rest_of_a_buffer_alone(device: torch.device) -> None:
