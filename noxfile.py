@@ -98,7 +98,9 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """ruff, a strict type checker, and the checks of the patch set itself."""
-    session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "lint"), "packaging")
+    session.install(
+        *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "lint"), "packaging"
+    )
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")

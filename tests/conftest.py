@@ -31,7 +31,9 @@ def _register(name: str, folder: Path) -> None:
 sys.path[:] = [p for p in sys.path if Path(p or os.getcwd()).resolve() != ROOT]
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported: it decides when a kernel is decorated
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # before Triton is first imported: it decides when a kernel is decorated
+    )
 
 _register("scripts", ROOT / "scripts")
 _register("liger_kernels", ROOT / "kernels")

@@ -20,14 +20,22 @@ SUITES = {
     "tests/unit_tests/transformer/test_mlp.py": 2,
     "tests/unit_tests/transformer/moe/test_shared_experts.py": 3,
 }
-NEEDED = ("megatron", "tests/__init__.py", "tests/unit_tests", "tests/test_utils/python_scripts", "pyproject.toml")
+NEEDED = (
+    "megatron",
+    "tests/__init__.py",
+    "tests/unit_tests",
+    "tests/test_utils/python_scripts",
+    "pyproject.toml",
+)
 
 
 @pytest.fixture(scope="module")
 def overlaid_checkout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = request.config.getoption("--upstream-tests")
     if given is None:
-        pytest.skip("upstream's own tests did not run: give a Megatron-LM checkout with --upstream-tests PATH")
+        pytest.skip(
+            "upstream's own tests did not run: give a Megatron-LM checkout with --upstream-tests PATH"
+        )
     checkout = Path(given)
     copy = tmp_path_factory.mktemp("checkout")
     for name in NEEDED:
@@ -50,8 +58,9 @@ def test_upstream_suite_passes_on_the_overlaid_tree(suite: str, overlaid_checkou
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(p for p in (str(overlaid_checkout), os.environ.get("PYTHONPATH")) if p),
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    }
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-rA", suite],
         cwd=overlaid_checkout,
