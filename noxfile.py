@@ -20,12 +20,12 @@ ENVIRONMENT = ROOT / ".nox" / "environment"
 
 
 def _scripts(session: nox.Session, command: str, python: str | Path) -> None:
-    """Run ``python -m scripts COMMAND`` with the session's arguments; its exit code is the session's."""
+    """Run ``python -m scripts COMMAND`` with the session's arguments; nox takes over its exit code."""
     session.run(str(python), "-m", "scripts", command, *session.posargs, external=True)
 
 
 def _pipeline(session: nox.Session) -> None:
-    """A pipeline step needs the standard library and ``packaging``, which nox itself brings: no environment."""
+    """A pipeline step needs the standard library and ``packaging``, which nox brings: no environment."""
     import sys
 
     _scripts(session, session.name, sys.executable)

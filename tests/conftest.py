@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test shares: how the project's two folders are imported, the device, and the two trees of the release."""
+"""What every test shares: the import of the project's two folders, the device, the release's two trees."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _register(name: str, folder: Path) -> None:
     spec.loader.exec_module(module)
 
 
-# With the root on sys.path the folder kernels/ would shadow the package of that name that other libraries probe.
+# With the root on sys.path the folder kernels/ would shadow the package of that name that others probe.
 sys.path[:] = [p for p in sys.path if Path(p or os.getcwd()).resolve() != ROOT]
 
 if not torch.cuda.is_available():
@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--upstream-tests",
         metavar="PATH",
-        help="a Megatron-LM checkout of the release: run its own unit tests of the touched code, overlaid, on a GPU",
+        help="a Megatron-LM checkout of the release: run its own unit tests, overlaid, on a GPU",
     )
 
 
