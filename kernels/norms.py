@@ -71,8 +71,8 @@ MIN_TILE = 2048
 MAX_TILE_ROWS = 32
 
 # The longest row in bytes that a program holds in registers without spills. The backward of LayerNorm, with
-# the mean and a second parameter gradient, holds half of that; where 16-byte accesses do not fit the row,
-# each element takes an address, and the backward holds a quarter, the forward half.
+# the mean and a second parameter gradient, holds half of that. Where 16-byte accesses do not fit the row,
+# each element takes an address: the backward holds a quarter, with twice the threads, the forward half.
 MAX_FORWARD_ROW_BYTES = 65536
 MAX_BACKWARD_ROW_BYTES = 32768
 
@@ -92,7 +92,9 @@ _BACKWARD = (
 LONG_ROW = NormLaunch(rows=1, block=4096, warps=8, programs=4)
 LONG_ROW_BACKWARD = NormLaunch(rows=1, block=4096, warps=16, stages=3, programs=2)
 
+# The sums of the partials: many of few columns, or few of many.
 REDUCE = Launch(rows=128, block=32, warps=8)
+REDUCE_LONG_ROW = Launch(rows=16, block=256, warps=8)
 
 
 def _tile(n: int) -> tuple[int, int]:
@@ -130,10 +132,14 @@ def choose_backward(
     else:
         _, warps, programs, stages = next(choice for choice in _BACKWARD if size <= choice[0])
         launch = NormLaunch(rows, block, warps, stages, programs, reload=block >= RELOAD_COLUMNS)
-    # A stage holds x and dy; some is for the sums across warps.
-    stage = 2 * launch.rows * launch.block * element_size
-    stages = min(launch.stages, max(1, (shared_memory - 4096) // stage))
-    return replace(launch, stages=stages, warps=launch.warps * 32 // warp_size)
+    threads = launch.warps * 32
+    if size % VECTOR_BYTES:
+        threads, stages = min(2 * threads, MAX_THREADS), 1
+    else:
+        # A stage holds x and dy; some is for the sums across warps.
+        stage = 2 * launch.rows * launch.block * element_size
+        stages = min(launch.stages, max(1, (shared_memory - 4096) // stage))
+    return replace(launch, stages=stages, warps=threads // warp_size)
 
 
 @functools.cache
@@ -243,6 +249,10 @@ def norm_long_forward_kernel(
         o_r = tl.cast(i_row, tl.int64)
         p_x = x + row_offsets(o_r, rows, stride_x, inner_x, inner_stride_x)
         if mean is not None:
+            # About a value near the mean, which loses no digits of values far from 0 and close together.
+            o_n = tl.arange(0, BLOCK)
+            b_x = tl.load(p_x + o_n, mask=o_n < n, other=0.0).to(tl.float32)
+            b_near = tl.sum(b_x, axis=0) / tl.minimum(n, BLOCK)
             b_mean = 0.0
             b_squares = 0.0
             for i_first in range(0, n, BLOCK):
@@ -250,18 +260,16 @@ def norm_long_forward_kernel(
                 m_n = o_n < n
                 b_x = tl.load(p_x + o_n, mask=m_n, other=0.0).to(tl.float32)
                 # Of each block the mean and the squares about it, merged with those of the blocks before.
+                b_x = tl.where(m_n, b_x - b_near, 0.0)
                 b_count = tl.minimum(n - i_first, BLOCK).to(tl.float32)
                 b_block_mean = tl.sum(b_x, axis=0) / b_count
                 b_x = tl.where(m_n, b_x - b_block_mean, 0.0)
-                b_rest = tl.sum(b_x, axis=0) / b_count
-                b_x = tl.where(m_n, b_x - b_rest, 0.0)
-                b_step = (b_block_mean - b_mean) + b_rest
+                b_step = b_block_mean - b_mean
                 b_share = b_count / (i_first + b_count)
                 b_mean += b_step * b_share
                 b_squares += tl.sum(b_x * b_x, axis=0) + b_step * b_step * (i_first * b_share)
-            tl.store(mean + o_r, b_mean)
+            tl.store(mean + o_r, b_near + b_mean)
         else:
-            b_mean = 0.0
             b_sums = tl.zeros([BLOCK], dtype=tl.float32)
             for i_first in range(0, n, BLOCK):
                 o_n = i_first + tl.arange(0, BLOCK)
@@ -275,7 +283,7 @@ def norm_long_forward_kernel(
             m_n = o_n < n
             b_x = tl.load(p_x + o_n, mask=m_n, other=0.0).to(tl.float32)
             if mean is not None:
-                b_x -= b_mean
+                b_x = (b_x - b_near) - b_mean
             b_out = _scale(b_x * b_rstd, weight, bias, o_n, m_n, ZERO_CENTERED)
             tl.store(out + o_r * n + o_n, b_out.to(out.dtype.element_ty), mask=m_n)
 
@@ -576,16 +584,17 @@ def _backward(
             num_warps=launch.warps,
         )
         if sums:
-            norm_reduce_kernel[(REDUCE.column_blocks(n), sums)](
+            reduce = REDUCE_LONG_ROW if column_blocks > 1 else REDUCE
+            norm_reduce_kernel[(reduce.column_blocks(n), sums)](
                 dweight_partials,
                 dbias_partials,
                 dweight,
                 dbias,
                 splits,
                 n,
-                ROWS=REDUCE.rows,
-                BLOCK=REDUCE.block,
-                num_warps=REDUCE.warps,
+                ROWS=reduce.rows,
+                BLOCK=reduce.block,
+                num_warps=reduce.warps,
             )
             LAUNCHES["norm_reduce"] += 1
     LAUNCHES["norm_backward"] += 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every kernel launch of the norms for one target, with no device, and print the findings as JSON.
+"""Compile every launch of the norms' kernels for one target, with no device, and print the findings as JSON.
 
-Runs as a program of its own, like `compile_variants.py` and for its reasons. What to compile is not listed: the
-public functions run on CPU tensors with each kernel replaced by a recorder, and what their launchers pass is
-compiled.
+Runs as a program of its own, like `compile_variants.py` and for its reasons. What to compile is not listed:
+the public functions run on CPU tensors with each kernel replaced by a recorder, and what their launchers pass
+is compiled.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from compile_variants import ROOT, spills
 
-# Odd and narrow; a head's, many rows to a program; one row to a program, of each size, an odd and a large one
-# with a masked tail; rows too long for registers in the backward alone, and in the forward.
-WIDTHS = (7, 128, 2880, 4096, 7168, 8192, 16384, 32768, 65536)
+# Narrow and odd; a head's, many rows to a program; odd; one row to a program, in each launch of the backward;
+# in blocks of columns in both directions.
+WIDTHS = (7, 128, 4095, 4096, 7168, 8192, 16384, 65536)
 
-# Bytes of shared memory that one program can have.
-SHARED_MEMORY = {"80": 166912, "90": 232448, "100": 232448, "120": 101376, "gfx942": 65536}
 MULTIPROCESSORS = 132
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -42,6 +40,7 @@ class Call:
     constants: tuple[tuple[str, Any], ...]
     divisible: tuple[int, ...]
     warps: int
+    columns: int = field(compare=False)  # of its rows: the first of those compiled alike
 
 
 class Recorder:
@@ -79,17 +78,17 @@ class Recorder:
             tuple(constants.items()),
             tuple(divisible),
             num_warps,
+            values["n"],
         )
         self.calls.setdefault(call, f"{self.kernel.fn.__name__}: {self.label}")
 
 
-def record(norms: Any, target: str) -> dict[Call, str]:
+def record(norms: Any, warp_size: int, shared_memory: int) -> dict[Call, str]:
     """Every launch of the norms for rows of all widths, with a label."""
-    _, architecture, warp_size = target.split(":")
     norms.multiprocessors = lambda x: MULTIPROCESSORS
-    norms.shared_memory = lambda x: SHARED_MEMORY[architecture]
+    norms.shared_memory = lambda x: shared_memory
     for choice in ("choose_forward", "choose_backward"):
-        setattr(norms, choice, partial(getattr(norms, choice), warp_size=int(warp_size)))
+        setattr(norms, choice, partial(getattr(norms, choice), warp_size=warp_size))
     calls: dict[Call, str] = {}
     recorders = [
         (name, Recorder(kernel, calls)) for name, kernel in vars(norms).items() if name.endswith("_kernel")
@@ -106,8 +105,8 @@ def record(norms: Any, target: str) -> dict[Call, str]:
 def cases(norms: Any) -> Iterator[tuple[str, Callable[[], None]]]:
     for n in WIDTHS:
         for dtype, name in TYPES.items():
-            # float16 differs from bfloat16 in the conversion only, float32 in the launches of wide rows too
-            if (dtype == torch.float16 and n != 128) or (dtype == torch.float32 and 128 < n < 4096):
+            # float16 differs from bfloat16 in the conversion only, float32 in the launches too.
+            if (dtype == torch.float16 and n != 128) or (dtype == torch.float32 and n % 128):
                 continue
             for layer_norm in (False, True):
                 for wanted in ("all", "x", "parameters"):
@@ -168,11 +167,11 @@ def load() -> Any:
     return norms
 
 
-def main(target_name: str) -> None:
-    calls = record(load(), target_name)
+def main(target_name: str, shared_memory: int) -> None:
+    backend, arch, warp_size = target_name.split(":")
+    calls = record(load(), int(warp_size), shared_memory)
     from triton.backends.compiler import GPUTarget
 
-    backend, arch, warp_size = target_name.split(":")
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, int(warp_size))
     results = []
     for call, label in calls.items():
@@ -185,7 +184,11 @@ def main(target_name: str) -> None:
         results.append(
             {
                 "name": label,
-                "n": int(re.search(r"n=(\d+)", label)[1]) if "n=" in label else 0,
+                "kernel": call.kernel.fn.__name__,
+                "n": call.columns,
+                "writes_rows": bool(
+                    {"out", "dx"} & (dict(call.signature).keys() - dict(call.constants).keys())
+                ),
                 "warps": call.warps,
                 "constants": {k: v for k, v in call.constants if isinstance(v, int)},
                 "float64": bool(re.search(r"\.f64|_f64", text) or re.search(r"\bf64\b", assembly["ttgir"])),
@@ -193,13 +196,17 @@ def main(target_name: str) -> None:
                 "registers": registers,
                 "shared": compiled.metadata.shared,
                 "wide_loads": len(
-                    re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg.*0x10|global_load_dwordx4", text)
+                    re.findall(
+                        r"ld\.global\S*\.v4\.b32|cp\.async\.cg.*0x10|(?:global|buffer)_load_dwordx4", text
+                    )
                 ),
-                "wide_stores": len(re.findall(r"st\.global\S*\.v4\.b32|global_store_dwordx4", text)),
+                "wide_stores": len(
+                    re.findall(r"st\.global\S*\.v4\.b32|(?:global|buffer)_store_dwordx4", text)
+                ),
             }
         )
     print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))
