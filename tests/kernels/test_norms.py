@@ -721,6 +721,19 @@ def test_two_runs_are_bitwise_equal(kind: str, shape: tuple[int, ...], device: t
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_tensor_hooks(kind: str, device: torch.device) -> None:
+    """An offloaded slice comes back as other memory with other strides."""
+    inputs, dy = make(kind, (4, 3, 24), torch.bfloat16, device)
+    expected = run(ours, inputs, dy)
+    x = heads(inputs.x).requires_grad_()
+    parameters = [p.repeat_interleave(2)[::2].requires_grad_() for p in inputs.parameters()]
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        out = ours(inputs, x, *parameters)
+    grads = torch.autograd.grad(out, [x, *parameters], dy)
+    assert all(torch.equal(a, b) for a, b in zip(grads, list(expected.tensors().values())[1:]))
+
+
 def test_double_backward_is_refused(device: torch.device) -> None:
     inputs, dy = make("rms", (5, 40), torch.float32, device)
     x = leaf(inputs.x)
