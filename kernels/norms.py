@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
+from .autograd import once_differentiable
 from .launches import LAUNCHES, Launch, device_guard, multiprocessors, next_power_of_2
 from .rows import Rows, row_offsets, rows_of
 

@@ -734,11 +734,13 @@ def test_saved_tensor_hooks(kind: str, device: torch.device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(grads, list(expected.tensors().values())[1:]))
 
 
-def test_double_backward_is_refused(device: torch.device) -> None:
+@pytest.mark.parametrize("constant", [True, False])
+def test_double_backward_is_refused(constant: bool, device: torch.device) -> None:
+    """Also where the output's gradient is a constant, as in a penalty on gradients."""
     inputs, dy = make("rms", (5, 40), torch.float32, device)
     x = leaf(inputs.x)
     out = rms_norm(x, inputs.weight, EPS)
-    (dx,) = torch.autograd.grad(out, x, leaf(dy), create_graph=True)
+    (dx,) = torch.autograd.grad(out, x, dy if constant else leaf(dy), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
 
