@@ -159,8 +159,8 @@ class Entry:
         _count_trace(self.op.name, self.name)
 
 
-# Run by the tracer, not traced: a counter read in a graph would be a guard that fails at each call. Its arguments
-# are names because the tracer takes constants only (torch 2.11 refuses anything else).
+# Run by the tracer, not traced: a counter read in a graph would be a guard that fails at each call. It takes
+# names because a tracer need only take constants (torch 2.11's refuses anything else).
 _compiler: Any = torch.compiler
 _count_trace: Callable[[str, str], None] = _compiler.assume_constant_result(
     lambda op, entry: OPS[op].entries[entry].fell_back(COMPILING)
