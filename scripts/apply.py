@@ -173,7 +173,8 @@ def unlisted(installed: bytes, paths: Iterable[str]) -> str | None:
 
 def broken_record(path: str, missing: str) -> TreeError:
     """The refusal of a RECORD that does not list upstream's own files."""
-    remedy = "pip install --no-deps --force-reinstall this megatron-core, so that it is whole, then retry"
+    version = path.split("/")[0].removeprefix("megatron_core-").removesuffix(".dist-info")
+    remedy = f"pip install --no-deps --force-reinstall {quoted(f'megatron-core=={version}')}, then retry"
     return TreeError(path, f"RECORD as pip wrote it, with a line for {missing}", "no such line", remedy)
 
 
