@@ -35,11 +35,13 @@ def test_both_lines(python: Python, overlaid_tree: object) -> None:
     assert [line.split()[0] for line in printed] == ["imported", "liger", "called", "liger"]
     core = re.escape(f"{overlaid_tree}/megatron/core")
     assert re.fullmatch(
-        rf"{HEAD}: (?:\w+ kernel, )*swiglu kernel(?:, \w+ kernel)* \| torch \S+ triton \S+ device cpu \(Triton's interpreter\) \| {core}",
+        rf"{HEAD}: (?:\w+ kernel, )*swiglu kernel(?:, \w+ kernel)* \| torch \S+ triton \S+ "
+        rf"device cpu \(Triton's interpreter\) \| {core}",
         printed[1],
     )
     assert re.fullmatch(
-        rf"{HEAD} at exit: (?:\w+: never called; )*swiglu: bias_swiglu_impl 3 kernel \+ 1 upstream \(fp8_input_store\), "
+        rf"{HEAD} at exit: (?:\w+: never called; )*"
+        rf"swiglu: bias_swiglu_impl 3 kernel \+ 1 upstream \(fp8_input_store\), "
         rf"weighted_bias_swiglu_impl 1 kernel, launches swiglu_backward 3, swiglu_forward 4"
         rf"(?:; \w+: never called)* \| {core}",
         printed[3],

@@ -136,16 +136,18 @@ def judge(said: dict[int, dict[str, str]], ranks: Sequence[int], op: str) -> str
     parts = []
     for members, values in groups:
         shown = [f"{name}={values.get(name, 'unknown')}" for name in names]
-        parts.append(f"{_ranks(members)} with {', '.join(shown)}" if shown else f"{_ranks(members)} agree")
+        parts.append(
+            f"{_ranks(members)} with {', '.join(shown)}" if shown else f"{_ranks(members)} on the kernel"
+        )
     if silent:
         parts.append(
             f"{_ranks(silent)} without an answer within {TIMEOUT:g} s: without this overlay, or stuck before"
         )
     odd = sorted(rank for members, _ in groups[1:] for rank in members) + silent
     return (
-        f"{op}: ranks {_list(ranks)} share a loss and do not run the same; {_ranks(odd)} "
-        f"{'differs' if len(odd) == 1 else 'differ'} from the most: {'; '.join(parts)}. Give every rank the "
-        f"same overlay and the same {SWITCH}* variables"
+        f"{op}: ranks {_list(ranks)} share a loss and do not run the same, {_ranks(odd)} "
+        f"{'differs' if len(odd) == 1 else 'differ'}: {'; '.join(parts)}. Give every rank the same overlay "
+        f"and the same {SWITCH}* variables"
     )
 
 
