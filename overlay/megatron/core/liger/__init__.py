@@ -10,6 +10,7 @@ from __future__ import annotations
 from . import job
 from .cross_entropy import LigerMegatronCrossEntropy
 from .dispatch import FallbackError, counters, reset_counters
+from .norms import LigerMegatronRMSNorm
 from .ranks import RankError
 from .report import report
 from .settings import SettingsError
@@ -20,6 +21,7 @@ __all__ = [
     "OVERLAY_VERSION",
     "FallbackError",
     "LigerMegatronCrossEntropy",
+    "LigerMegatronRMSNorm",
     "LigerMegatronSwiGLU",
     "RankError",
     "SettingsError",

@@ -109,11 +109,13 @@ class Op:
         self._kernel = kernel
         OPS[name] = self
 
-    def load(self) -> Callable[..., Any]:
-        """The kernel's function. Imports Triton: for platforms that have no reason against it."""
+    def load(self, other: str | None = None) -> Callable[..., Any]:
+        """The kernel's function, or another one of its module. Imports Triton: for platforms that have no
+        reason against it.
+        """
         module, name = self._kernel.rsplit(".", 1)
         function: Callable[..., Any] = getattr(
-            importlib.import_module(f".kernels.{module}", __package__), name
+            importlib.import_module(f".kernels.{module}", __package__), other or name
         )
         return function
 
@@ -153,6 +155,14 @@ class Entry:
         """
         if job_pending:
             _first_call(self, reason, tensor)
+        self.declined(reason)
+
+    def declined(self, reason: str) -> None:
+        """The same for a class that is left to upstream as it is built: nothing says yet where the job runs.
+
+        Raises:
+            FallbackError: ``LIGER_MEGATRON_STRICT=1``.
+        """
         if SETTINGS.strict:
             raise FallbackError(
                 f"{self.op.name}: {self.name} would run upstream's code ({reason}); {STRICT}=1 forbids that. "

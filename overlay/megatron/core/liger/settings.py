@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-OPS = ("swiglu", "cross_entropy")
+OPS = ("swiglu", "cross_entropy", "norms")
 """Every op this overlay has; ``default`` in ``LIGER_MEGATRON`` stands for all of them."""
 
 IN_PLACE_OPS = ("swiglu", "cross_entropy")
