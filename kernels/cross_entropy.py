@@ -24,8 +24,8 @@ import torch
 import torch.distributed
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
+from .autograd import Reuse, once_differentiable, reuse
 from .launches import COLLECTIVES, LAUNCHES, Launch, device_guard, next_power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -620,36 +620,20 @@ def _backward(
 # --- Autograd ---
 
 
-def _overlaps(x: torch.Tensor) -> bool:
-    """Whether two indices of `x` may share an element."""
-    reach = 0
-    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if size > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
-def _may_overwrite(x: torch.Tensor) -> bool:
-    """Whether the gradient may take the memory of `x`: no leaf's, and no element twice in it."""
-    owner = x if x._base is None else x._base
-    return not (x.is_leaf or owner.is_leaf or _overlaps(x))
-
-
 class CrossEntropyFunction(torch.autograd.Function):
     """`apply(logits, target, options)`: the arguments of `vocab_parallel_cross_entropy`, already checked."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: _Options) -> torch.Tensor:
         ctx.options = options
-        ctx.in_place = False
+        ctx.reuse = None
         if logits.numel() == 0:
             ctx.save_for_backward(logits, target, None)
             return torch.empty(target.shape, dtype=torch.float32, device=logits.device)
-        tokens, ctx.strides = _as_tokens(logits, target.dim())
+        tokens, strides = _as_tokens(logits, target.dim())
         if options.in_place and tokens is logits:
-            ctx.in_place = _may_overwrite(logits)
-        loss, statistics = _forward(tokens, ctx.strides, target, options)
+            ctx.reuse = reuse(logits)
+        loss, statistics = _forward(tokens, strides, target, options)
         ctx.save_for_backward(tokens, target, statistics)
         return loss
 
@@ -659,13 +643,17 @@ class CrossEntropyFunction(torch.autograd.Function):
         logits, target, statistics = ctx.saved_tensors
         if logits.numel() == 0:
             return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), None, None
-        if ctx.in_place:
-            dlogits, strides_dlogits = logits.detach(), ctx.strides
+        memory: Reuse | None = ctx.reuse
+        in_place = memory is not None and memory.allows(logits)
+        # Read anew: hooks on saved tensors may have brought them back with other strides.
+        logits, strides = _as_tokens(logits, target.dim())
+        if in_place:
+            dlogits, strides_dlogits = logits.detach(), strides
         else:
             dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
             _, strides_dlogits = _as_tokens(dlogits, target.dim())
-        _backward(logits, ctx.strides, target, statistics, dloss, dlogits, strides_dlogits, ctx.options)
-        if ctx.in_place:
+        _backward(logits, strides, target, statistics, dloss, dlogits, strides_dlogits, ctx.options)
+        if in_place:
             # Kernels write past autograd's back: from here on it refuses whatever else has saved the logits.
             torch.autograd.graph.increment_version(logits)
         return dlogits, None, None

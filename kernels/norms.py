@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
+from .autograd import once_differentiable
 from .launches import LAUNCHES, Launch, device_guard, multiprocessors, next_power_of_2
 from .rows import Rows, row_offsets, rows_of
 
@@ -628,7 +628,6 @@ class NormFunction(torch.autograd.Function):
         rstd = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
         mean = torch.empty(rstd.shape, dtype=torch.float32, device=x.device) if layer_norm else None
         _forward(rows, weight, bias, out, mean, rstd, eps, zero_centered)
-        ctx.strides = rows.stride, rows.inner, rows.inner_stride
         ctx.save_for_backward(rows.tensor, weight, mean, rstd)
         return out
 
@@ -642,8 +641,8 @@ class NormFunction(torch.autograd.Function):
         dweight = allocate(weight.shape, dtype=weight.dtype, device=x.device) if needs_weight else None
         dbias = allocate(weight.shape, dtype=weight.dtype, device=x.device) if needs_bias else None
         if x.numel():
-            rows = Rows(x, *ctx.strides)
-            _backward(rows, weight, dy, mean, rstd, ctx.zero_centered, dx, dweight, dbias)
+            # Read anew: hooks on saved tensors may have brought them back with other strides.
+            _backward(rows_of(x), weight.contiguous(), dy, mean, rstd, ctx.zero_centered, dx, dweight, dbias)
         return dx, dweight, dbias, None, None, None, None
 
 

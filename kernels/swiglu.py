@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
+from .autograd import Reuse, once_differentiable, reuse
 from .launches import LAUNCHES, Launch, as_rows, device_guard, multiprocessors, next_power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -372,15 +372,6 @@ def _bias_backward(
 # --- Autograd ---
 
 
-def _may_overwrite(y: torch.Tensor, stride_y: int) -> bool:
-    """Whether the gradient may take the memory of `y`: no leaf's, and no element twice in it."""
-    owner = y if y._base is None else y._base
-    if y.is_leaf or owner.is_leaf:
-        return False
-    width = y.shape[-1]
-    return stride_y >= width or y.numel() == width
-
-
 class SwiGLUFunction(torch.autograd.Function):
     """`apply(y, bias, weights, in_place)`; its arguments are those of `swiglu`, already checked."""
 
@@ -388,7 +379,7 @@ class SwiGLUFunction(torch.autograd.Function):
     def forward(
         ctx: Any, y: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, in_place: bool
     ) -> torch.Tensor:
-        ctx.in_place = False
+        ctx.reuse = None
         if y.numel() == 0:
             ctx.save_for_backward(y, bias, weights)
             return torch.empty((*y.shape[:-1], y.shape[-1] // 2), dtype=y.dtype, device=y.device)
@@ -396,8 +387,7 @@ class SwiGLUFunction(torch.autograd.Function):
             bias = bias.contiguous()
         y_rows, stride_y = as_rows(y)
         if in_place and y_rows is y:
-            ctx.in_place = _may_overwrite(y, stride_y)
-        ctx.stride_y = stride_y
+            ctx.reuse = reuse(y)
         ctx.save_for_backward(y_rows, bias, weights)
         return _forward(y_rows, stride_y, bias, weights)
 
@@ -406,7 +396,6 @@ class SwiGLUFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         y, bias, weights = ctx.saved_tensors
         needs_y, needs_bias, needs_weights, _ = ctx.needs_input_grad
-        in_place = ctx.in_place and needs_y
         dy = dbias = dweights = None
         if y.numel() == 0:
             dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needs_y else None
@@ -416,11 +405,17 @@ class SwiGLUFunction(torch.autograd.Function):
             )
             return dy, dbias, dweights, None
 
-        stride_y = stride_dy = ctx.stride_y
+        memory: Reuse | None = ctx.reuse if needs_y else None
+        in_place = memory is not None and memory.allows(y)
+        # Read anew: hooks on saved tensors may have brought them back with other strides.
+        y, stride_y = as_rows(y)
+        stride_dy = stride_y
         if in_place:
             dy = y.detach()
         elif needs_y:
             dy, stride_dy = torch.empty(y.shape, dtype=y.dtype, device=y.device), y.shape[-1]
+        if bias is not None:
+            bias = bias.contiguous()
         if needs_bias:
             dbias = torch.empty(bias.shape, dtype=bias.dtype, device=y.device)
             _bias_backward(y, stride_y, bias, dout, dy, stride_dy, dbias)

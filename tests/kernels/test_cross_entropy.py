@@ -511,11 +511,13 @@ def test_two_runs_are_bitwise_equal(device: torch.device) -> None:
         assert first == second
 
 
-def test_double_backward_is_refused(device: torch.device) -> None:
+@pytest.mark.parametrize("power", [1, 2])
+def test_double_backward_is_refused(power: int, device: torch.device) -> None:
+    """Also where the loss's gradient is a constant, as in a penalty on gradients."""
     logits, target, _ = make((5,), 24, torch.float32, device)
     logits.requires_grad_()
     (dlogits,) = torch.autograd.grad(
-        vocab_parallel_cross_entropy(logits, target).pow(2).sum(), logits, create_graph=True
+        vocab_parallel_cross_entropy(logits, target).pow(power).sum(), logits, create_graph=True
     )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dlogits.sum().backward()

@@ -489,13 +489,18 @@ def test_two_runs_are_bitwise_equal(mode: str, device: torch.device) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_double_backward_is_refused(device: torch.device) -> None:
-    (y, _, _), _ = make("plain", (5, 40), torch.float32, device)
-    y.requires_grad_()
-    dout = torch.ones(5, 40, device=device, requires_grad=True)
-    (dy,) = torch.autograd.grad(swiglu(y), y, dout, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dy.sum().backward()
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_double_backward_is_refused(mode: str, constant: bool, device: torch.device) -> None:
+    """Also where the output's gradient is a constant, as in a penalty on gradients."""
+    inputs, _ = make(mode, (5, 40), torch.float32, device)
+    y, bias, weights = (None if x is None else leaf(x) for x in inputs)
+    leaves = [x for x in (y, bias, weights) if x is not None]
+    dout = torch.ones(5, 40, device=device, requires_grad=not constant)
+    gradients = torch.autograd.grad(swiglu(y, bias, weights), leaves, dout, create_graph=True)
+    for gradient in gradients:
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            (gradient.sum() + y.sum()).backward(retain_graph=True)
 
 
 def test_an_input_changed_after_the_forward_is_refused(device: torch.device) -> None:
@@ -627,6 +632,32 @@ def test_in_place_and_saved_tensor_hooks(device: torch.device) -> None:
         source.grad = None
         out.backward(dout, retain_graph=True)
         assert torch.equal(source.grad, expected.dy)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_saved_tensors_that_come_back_with_other_strides(
+    mode: str, in_place: bool, device: torch.device
+) -> None:
+    """A clone of some columns of a wider buffer has rows that follow each other."""
+    inputs, dout = make(mode, (5, 40), torch.bfloat16, device)
+    expected = run(swiglu, inputs, dout)
+    source = leaf(torch.cat((inputs[0], inputs[0]), dim=1))
+    bias, weights = (None if x is None else leaf(x) for x in inputs[1:])
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        swiglu((source * 1)[:, :80], bias, weights, in_place=in_place).backward(dout)
+    assert torch.equal(source.grad[:, :80], expected.dy)
+
+
+def test_in_place_and_hooks_that_keep_the_tensor(device: torch.device) -> None:
+    """Autograd checks no version under hooks, so the second backward would read the first one's gradient."""
+    (x, _, _), dout = make("plain", (5, 40), torch.bfloat16, device)
+    source = leaf(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: y, lambda y: y):
+        out = swiglu(source * 1, in_place=True)
+    out.backward(dout, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(dout)
 
 
 # --- Refusals ---

@@ -16,6 +16,11 @@ import torch
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 
+#: What a fresh process needs for its kernels to run: nothing on a GPU, else the interpreter.
+KERNELS = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+#: The device of its tensors, in code that has imported torch.
+DEVICE = "'cuda' if torch.cuda.is_available() else 'cpu'"
+
 
 @pytest.fixture(scope="session")
 def python(overlaid_tree: Path) -> Python:

@@ -9,13 +9,14 @@ from types import ModuleType
 
 import pytest
 
-from .conftest import Python
+from .conftest import DEVICE, KERNELS, Python
 
-CALLS = """
+CALLS = f"""
 import torch
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
 print("imported", flush=True)
-x = torch.ones(2, 8, requires_grad=True)
+device = {DEVICE}
+x = torch.ones(2, 8, device=device, requires_grad=True)
 for _ in range(3):
     bias_swiglu_impl(x, None).sum().backward()
 bias_swiglu_impl(x, None, True)
@@ -30,13 +31,14 @@ def lines(text: str) -> list[str]:
 
 
 def test_both_lines(python: Python, overlaid_tree: object) -> None:
-    done = python(code=CALLS, TRITON_INTERPRET="1")
+    done = python(code=CALLS, **KERNELS)
     printed = done.stdout.splitlines()
     assert [line.split()[0] for line in printed] == ["imported", "liger", "called", "liger"]
     core = re.escape(f"{overlaid_tree}/megatron/core")
+    where = r"cpu \(Triton's interpreter\)" if KERNELS else r"[^|]+"
     assert re.fullmatch(
         rf"{HEAD}: (?:\w+ kernel, )*swiglu kernel(?:, \w+ kernel)* \| torch \S+ triton \S+ "
-        rf"device cpu \(Triton's interpreter\) \| {core}",
+        rf"device {where} \| {core}",
         printed[1],
     )
     assert re.fullmatch(
@@ -64,7 +66,7 @@ def test_rank_of_the_launcher(liger: ModuleType, monkeypatch: pytest.MonkeyPatch
 
 
 def test_silent_on_another_rank(python: Python) -> None:
-    assert lines(python(code=CALLS, TRITON_INTERPRET="1", RANK="1").stdout) == []
+    assert lines(python(code=CALLS, **KERNELS, RANK="1").stdout) == []
 
 
 def test_rank_of_torch_distributed(python: Python) -> None:
@@ -74,9 +76,9 @@ import torch
 torch.distributed.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
 """
     code = "from torch.testing._internal.distributed.fake_pg import FakeStore" + code + CALLS
-    assert lines(python(code=code, TRITON_INTERPRET="1", RANK="0", WORLD_SIZE="4").stdout) == []
+    assert lines(python(code=code, **KERNELS, RANK="0", WORLD_SIZE="4").stdout) == []
     code = code.replace("rank=3", "rank=0")
-    assert len(lines(python(code=code, TRITON_INTERPRET="1", RANK="3", WORLD_SIZE="4").stdout)) == 2
+    assert len(lines(python(code=code, **KERNELS, RANK="3", WORLD_SIZE="4").stdout)) == 2
 
 
 IMPORT_ONLY = "import megatron.core.fusions.fused_bias_swiglu"
@@ -103,7 +105,7 @@ if not child:
     sys.exit(0)  # runs what is registered for the end of a process
 assert os.waitpid(child, 0)[1] == 0
 """
-    (line,) = lines(python(code=fork, TRITON_INTERPRET="1", RANK="0", WORLD_SIZE="2").stdout)
+    (line,) = lines(python(code=fork, RANK="0", WORLD_SIZE="2").stdout)
     assert "never used" in line
     spawn = """
 import importlib, multiprocessing
@@ -132,6 +134,6 @@ def fail():
     raise RuntimeError("broken")
 installed.release = fail
 """
-    done = python(code=code, TRITON_INTERPRET="1")
+    done = python(code=code)
     assert "Traceback" not in done.stderr
     assert "broken" not in done.stderr

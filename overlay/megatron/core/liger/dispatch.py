@@ -175,13 +175,14 @@ class Entry:
 
     def traced(self) -> None:
         """Count a call that torch.compile traces: once a trace, because a compiled graph counts nothing."""
-        _count_trace(self)
+        _count_trace(self.op.name, self.name)
 
 
-# Run by the tracer, not traced: a counter read in a graph would be a guard that fails at each call.
+# Run by the tracer, not traced: a counter read in a graph would be a guard that fails at each call. It takes
+# names because a tracer need only take constants (torch 2.11's refuses anything else).
 _compiler: Any = torch.compiler
-_count_trace: Callable[[Entry], None] = _compiler.assume_constant_result(
-    lambda entry: entry.fell_back(COMPILING)
+_count_trace: Callable[[str, str], None] = _compiler.assume_constant_result(
+    lambda op, entry: OPS[op].entries[entry].fell_back(COMPILING)
 )
 
 OPS: dict[str, Op] = {}
