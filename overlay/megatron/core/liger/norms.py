@@ -102,11 +102,10 @@ class _Norm(nn.Module):
         sequence_parallel: bool = False,
         built_by: str,
     ) -> None:
-        super().__init__(hidden_size, eps=eps)  # of the torch class
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
         self.built_by = built_by
-        self.reset_parameters()
+        super().__init__(hidden_size, eps=eps)  # the torch class's, which resets the parameters
 
     def reset_parameters(self) -> None:
         """Set weights to one, or to zero where they are zero-centred, and biases to zero."""
