@@ -308,7 +308,7 @@ class TakenOver:
             self.entry.declined(reason)
             return None
         norm = build(config, hidden_size, eps, self.entry.name)
-        if self.is_module:
+        if self.is_module and isinstance(norm, _Norm):
             norm.config = config
             norm.hidden_size = torch.Size(norm.normalized_shape)
         return norm
