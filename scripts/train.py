@@ -57,10 +57,23 @@ ON_CPU = Sizes()
 # bfloat16 moved the fourth loss by up to 1.7e-2 (on an H200). At 3e-4 it moved none of six by more than 4e-4.
 ON_GPU = Sizes(hidden=512, ffn=1408, heads=8, groups=4, vocabulary=8192, sequence=512, learning_rate=3e-4)
 
-# Launches that each op must make in one step of one rank, by kernel. An op that is not here fails.
-EXPECTED_LAUNCHES: dict[str, dict[str, Callable[[Sizes], int]]] = {
-    "swiglu": {"swiglu_forward": lambda s: s.layer_calls, "swiglu_backward": lambda s: s.layer_calls},
+# Launches that each op must make in one step of one rank, by kernel, and collectives, from the sizes and the
+# tensor-parallel size. An op that is not among the launches fails.
+EXPECTED_LAUNCHES: dict[str, dict[str, Callable[[Sizes, int], int]]] = {
+    "swiglu": {
+        "swiglu_forward": lambda s, tp: s.layer_calls,
+        "swiglu_backward": lambda s, tp: s.layer_calls,
+    },
+    "cross_entropy": {
+        "cross_entropy_forward": lambda s, tp: s.micro_batches,
+        "cross_entropy_combine": lambda s, tp: s.micro_batches if tp > 1 else 0,
+        "cross_entropy_backward": lambda s, tp: s.micro_batches,
+    },
 }
+EXPECTED_COLLECTIVES: dict[str, Callable[[Sizes, int], int]] = {
+    "cross_entropy": lambda s, tp: s.micro_batches if tp > 1 else 0,
+}
+IN_PLACE_OPS = ("swiglu", "cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -224,6 +237,7 @@ def train(pristine: Path, overlaid: Path, ops: Sequence[str], folder: Path, opti
     gradients = str(folder / "gradients")
     store = {"gradients": gradients, "compare": False}
     compare = {"gradients": gradients, "compare": True}
+    in_place = [op for op in ops if op in IN_PLACE_OPS]
 
     def world(
         name: str, tree: Path, sequence_parallel: bool, runs: list[dict[str, Any]]
@@ -243,7 +257,7 @@ def train(pristine: Path, overlaid: Path, ops: Sequence[str], folder: Path, opti
             ranks=options.ranks,
             device=options.device,
             timeout=options.timeout,
-            extra={"LIGER_MEGATRON_IN_PLACE": ",".join(ops)} if options.in_place else None,
+            extra={"LIGER_MEGATRON_IN_PLACE": ",".join(in_place)} if options.in_place and in_place else None,
         )
 
     def saved(name: str) -> dict[str, Any]:
@@ -351,7 +365,8 @@ def _entries(
 
     launch_rows: list[tuple[str, ...]] = [("kernel", "launches a step", "expected")]
     for op in ops:
-        expected = {kernel: count(options.sizes) for kernel, count in EXPECTED_LAUNCHES.get(op, {}).items()}
+        counts_of = EXPECTED_LAUNCHES.get(op, {})
+        expected = {kernel: n for kernel, f in counts_of.items() if (n := f(options.sizes, options.tp))}
         steps = [
             (f"rank {rank}, {name}, step {number}", counters.get(op, {"launches": {}, "entries": {}}))
             for rank, report in enumerate(after)
@@ -366,6 +381,15 @@ def _entries(
             f"{expected} in each of {len(steps)} steps" if passed else f"expected {expected or 'a known op'}"
         )
         result.check(f"launches of {op}", passed, "; ".join([detail, *wrong_counts[:2]]))
+        if op in EXPECTED_COLLECTIVES:
+            wanted_collectives = EXPECTED_COLLECTIVES[op](options.sizes, options.tp)
+            wrong_counts = [
+                f"{where}: {counts.get('collectives')}"
+                for where, counts in steps
+                if counts.get("collectives") != wanted_collectives
+            ]
+            detail = f"{wanted_collectives} in each of {len(steps)} steps expected"
+            result.check(f"collectives of {op}", not wrong_counts, "; ".join([detail, *wrong_counts[:2]]))
         fallbacks = sorted(
             {
                 f"{name}: {reason}"

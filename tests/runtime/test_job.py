@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -48,6 +50,18 @@ def test_both_lines(python: Python, overlaid_tree: object) -> None:
         rf"(?:; \w+: never called)* \| {core}",
         printed[3],
     )
+
+
+def test_an_op_that_was_not_applied(python: Python, overlaid_tree: Path, tmp_path: Path) -> None:
+    """Its switch and its kernel are there, and nothing of Megatron's reaches them."""
+    tree = tmp_path / "tree"
+    shutil.copytree(overlaid_tree, tree)
+    path = tree / "megatron/core/fusions/fused_cross_entropy.py"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text[: text.index("# >>> liger overlay")], encoding="utf-8")
+    first, *_ = lines(python(code=CALLS, tree=tree, TRITON_INTERPRET="1").stdout)
+    assert "swiglu kernel" in first
+    assert "cross_entropy not installed" in first
 
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")

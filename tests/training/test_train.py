@@ -42,7 +42,9 @@ def test_both_trees_learn_alike_on_two_data_parallel_ranks(
         "checkpoint pristine -> overlaid",
         "checkpoint overlaid -> pristine",
     } <= names
-    assert "bias_swiglu_impl" in "\n".join(result.table)
+    text = "\n".join(result.table)
+    for entry in ("bias_swiglu_impl", "vocab_parallel_cross_entropy", "fused_vocab_parallel_cross_entropy"):
+        assert f"\n{entry} " in text
 
 
 def test_both_trees_learn_alike_on_two_tensor_parallel_ranks_in_place(
@@ -51,7 +53,9 @@ def test_both_trees_learn_alike_on_two_tensor_parallel_ranks_in_place(
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     options = _options(device, ranks=2, tp=2, in_place=True)
-    assert _failed(train.train(pristine_tree, overlaid_tree, OPS, tmp_path, options)) == set()
+    result = train.train(pristine_tree, overlaid_tree, OPS, tmp_path, options)
+    assert _failed(result) == set()
+    assert "collectives of cross_entropy" in {check.name for check in result.checks}
 
 
 def _changed(tree: Path, folder: Path, file: Path, old: str, new: str) -> Path:
@@ -91,6 +95,20 @@ def test_a_gradient_of_the_wrong_sign_fails(
     failed = _failed(train.train(pristine_tree, tree, OPS, tmp_path / "work", _options(device)))
     assert {"gradients", "losses"} <= failed
     assert "launches of swiglu" not in failed
+
+
+def test_a_loss_without_its_target_fails(
+    pristine_tree: Path, overlaid_tree: Path, tmp_path: Path, device: torch.device
+) -> None:
+    """The loss itself is right, and its gradient is the softmax alone."""
+    right = (
+        "return tl.where(o == b_local[None, :, None, None], b_dx - b_at_target[None, :, None, None], b_dx)"
+    )
+    file = Path("megatron/core/liger/kernels/cross_entropy.py")
+    tree = _changed(overlaid_tree, tmp_path, file, right, "return b_dx")
+    failed = _failed(train.train(pristine_tree, tree, OPS, tmp_path / "work", _options(device)))
+    assert {"gradients", "losses"} <= failed
+    assert "launches of cross_entropy" not in failed
 
 
 def _arguments(*argv: str) -> argparse.Namespace:

@@ -56,9 +56,13 @@ def announce(entry: dispatch.Entry, reason: str | None, tensor: Any) -> None:
         device = tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu"
         platform = dispatch.platform()
         ops = []
+        files = installed.files()
         for op in dispatch.OPS.values():
             why = reason if op is entry.op else platform.unusable(device)
-            if not op.enabled:
+            state = installed.op_state(op.name, files) if files else installed.INSTALLED
+            if op is not entry.op and state == installed.NOT_INSTALLED:
+                ops.append(f"{op.name} {state}")
+            elif not op.enabled:
                 ops.append(f"{op.name} {dispatch.OFF}")
             else:
                 ops.append(f"{op.name} upstream ({why})" if why else f"{op.name} kernel")
