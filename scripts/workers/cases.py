@@ -697,7 +697,218 @@ def _cross_entropy_left_to_upstream(dtype: torch.dtype) -> Iterator[Case]:
     )
 
 
-OPS: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {"swiglu": swiglu, "cross_entropy": cross_entropy}
+# --- Norms ---
+
+TORCH_NORM = "megatron.core.transformer.torch_norm"
+FUSED_NORM = "megatron.core.fusions.fused_layer_norm"
+NORM_NAMES = (
+    (TORCH_NORM, "WrappedTorchNorm"),
+    ("megatron.core.transformer.torch_layer_norm", "WrappedTorchLayerNorm"),
+    ("megatron.core.models.backends", "LNImpl"),
+    ("megatron.core.models.gpt.gpt_layer_specs", "LNImpl"),
+)
+
+NORM_FORWARD = {"norm_forward": 1}
+NORM_FROZEN = {**NORM_FORWARD, "norm_backward": 1}
+NORM_BOTH = {**NORM_FROZEN, "norm_reduce": 1}
+NORM_LONG = {**NORM_BOTH, "norm_row_sums": 1}
+
+NORM_EPS = 1e-5
+# Of a config, what upstream's local norms refuse.
+REFUSED_BY_UPSTREAM = {
+    "sequence_parallel": True,
+    "persist_layer_norm": True,
+    "memory_efficient_layer_norm": True,
+    "layernorm_zero_centered_gamma": True,
+}
+
+
+def _norm_inputs(
+    normalization: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    of_parameters: torch.dtype | None = None,
+    layout: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    scale: float = 1.0,
+    shift: float = 0.0,
+    frozen: tuple[str, ...] = (),
+) -> Callable[[torch.Generator, torch.device], Tensors]:
+    """Values ``scale`` apart around ``shift``; parameters in ``of_parameters``, by default in ``dtype``."""
+    names = ("weight", "bias") if normalization == "LayerNorm" else ("weight",)
+
+    def make(generator: torch.Generator, device: torch.device) -> Tensors:
+        tensors = {"x": layout((torch.randn(shape, generator=generator) * scale + shift).to(device, dtype))}
+        for name in names:
+            values = torch.randn(tensors["x"].shape[-1], generator=generator)
+            tensors[name] = values.to(device, of_parameters or dtype)
+        return {name: t.detach().requires_grad_(name not in frozen) for name, t in tensors.items()}
+
+    return make
+
+
+def _call_norm(normalization: str, **choice: Any) -> Callable[..., torch.Tensor]:
+    def call(entry: Callable[..., torch.nn.Module], t: Tensors) -> torch.Tensor:
+        from types import SimpleNamespace
+
+        config = SimpleNamespace(**{**dict.fromkeys(REFUSED_BY_UPSTREAM, False), **choice})
+        config.normalization = normalization
+        norm = entry(config=config, hidden_size=t["x"].shape[-1], eps=NORM_EPS)
+        # The tensors themselves take the parameters' places, so that they get the gradients.
+        parameters = {name: tensor for name, tensor in t.items() if name != "x"}
+        out: torch.Tensor = torch.func.functional_call(norm, parameters, (t["x"],))
+        return out
+
+    return call
+
+
+def _norm_truth(normalization: str, zero_centered: bool = False) -> Callable[[Tensors], torch.Tensor]:
+    def truth(t: Tensors) -> torch.Tensor:
+        x = t["x"]
+        if normalization == "LayerNorm":
+            x = x - x.mean(-1, keepdim=True)
+        if x.numel():
+            x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + NORM_EPS)
+        out = x * (1 + t["weight"] if zero_centered else t["weight"])
+        return out + t["bias"] if "bias" in t else out
+
+    return truth
+
+
+def _has_apex() -> bool:
+    """Whether upstream's FusedLayerNorm works here."""
+    import importlib
+
+    try:
+        importlib.import_module("apex.normalization.fused_layer_norm")
+    except ImportError:
+        return False
+    return True
+
+
+def _norm_base(normalization: str, dtype: torch.dtype) -> Case:
+    return Case(
+        "norms",
+        "WrappedTorchNorm",
+        normalization,
+        dtype,
+        TORCH_NORM,
+        _norm_inputs(normalization, (6, 2, 48), dtype),
+        _call_norm(normalization),
+        _norm_truth(normalization),
+        kernels=NORM_BOTH,
+    )
+
+
+def norms(dtype: torch.dtype) -> Iterator[Case]:
+    """Every way in which a model calls the norms, in ``dtype``."""
+    for normalization in ("RMSNorm", "LayerNorm"):
+        base = _norm_base(normalization, dtype)
+        yield base
+
+        def like(
+            name: str,
+            shape: tuple[int, ...] = (6, 2, 48),
+            *,
+            _base: Case = base,
+            **more: Any,
+        ) -> Case:
+            names = ("of_parameters", "layout", "scale", "shift", "frozen")
+            layout = {k: more.pop(k) for k in names if k in more}
+            return replace(
+                _base,
+                name=f"{_base.name}, {name}",
+                inputs=_norm_inputs(_base.name, shape, dtype, **layout),
+                **more,
+            )
+
+        # Shapes: a row shorter than any block, odd widths, head dimensions, a row of several blocks, one row.
+        for shape in ((24, 5), (7, 37), (40, 64), (9, 192), (2, 1025), (96,), (1, 1, 34)):
+            yield like(f"{list(shape)}", shape)
+        yield like("a row of several blocks", (2, 40000), kernels=NORM_LONG)
+        yield like("no tokens", (0, 1, 48), kernels={})
+        yield like("large values", scale=60.0)
+        yield like("small values", scale=1e-3)
+        yield like("far from zero", shift=30.0)
+        # Query and key norms get heads of one wide buffer; MLA's, a part of a down projection.
+        yield like("heads", (6, 2, 2, 96), layout=lambda x: x[..., 32:64])
+        yield like("compressed", (6, 2, 56), layout=lambda x: x.split([48, 8], dim=-1)[0])
+        yield like("every other token", (12, 2, 48), layout=lambda x: x[::2])
+        yield like("columns apart", (6, 2, 96), layout=lambda x: x[..., ::2])
+        yield like("transposed", (2, 6, 48), layout=lambda x: x.transpose(0, 1))
+        for name, make in (
+            ("expanded", _expanded),
+            ("transposed", _transposed),
+            ("row-varying", _row_varying),
+            ("columns apart", _columns_apart),
+            ("rows apart", _rows_apart),
+        ):
+            yield like(f"grad_output {name}", grad_output=make)
+        yield like("forward only", grad_output=None, kernels=NORM_FORWARD)
+        yield like("x frozen", frozen=("x",))
+        parameters = ("weight", "bias") if normalization == "LayerNorm" else ("weight",)
+        yield like("parameters frozen", frozen=parameters, kernels=NORM_FROZEN)
+        for choice in REFUSED_BY_UPSTREAM:
+            yield like(
+                choice,
+                call=_call_norm(normalization, **{choice: True}),
+                truth=_norm_truth(normalization, choice == "layernorm_zero_centered_gamma"),
+                upstream_raises=True,
+            )
+        yield replace(
+            base,
+            entry="FusedLayerNorm",
+            module=FUSED_NORM,
+            upstream_raises=normalization == "RMSNorm" or not _has_apex(),
+        )
+        yield from _norms_left_to_upstream(base)
+    for module, name in NORM_NAMES[1:]:
+        yield replace(_norm_base("LayerNorm", dtype), entry=name, module=module)
+    for other in DTYPES:
+        if other is not dtype:
+            # As a residual in float32 makes it. Torch's LayerNorm has a rule of its own on each device.
+            yield replace(
+                _norm_base("RMSNorm", dtype),
+                name=f"RMSNorm, parameters {short(other)}",
+                inputs=_norm_inputs("RMSNorm", (6, 2, 48), dtype, of_parameters=other),
+            )
+
+
+def _norms_left_to_upstream(base: Case) -> Iterator[Case]:
+    """Calls that the kernel does not serve, and calls that nobody serves."""
+    normalization = base.name
+    if base.dtype is torch.float32:
+        yield replace(
+            base,
+            name=f"{normalization}, fp64",
+            dtype=torch.float64,
+            inputs=_norm_inputs(normalization, (6, 2, 48), torch.float64),
+            kernels={},
+            fallback="a dtype other than bfloat16, float16 and float32",
+        )
+    fails: dict[str, Any] = {"kernels": {}, "raises": True, "truth": None, "grad_output": None}
+
+    def narrow(entry: Callable[..., torch.nn.Module], t: Tensors) -> torch.Tensor:
+        return _call_norm(normalization)(
+            lambda config, hidden_size, eps: entry(config=config, hidden_size=hidden_size + 1, eps=eps), t
+        )
+
+    def unknown(entry: Callable[..., torch.nn.Module], t: Tensors) -> torch.Tensor:
+        return _call_norm("GroupNorm")(entry, t)
+
+    def option(entry: Callable[..., torch.nn.Module], t: Tensors) -> torch.Tensor:
+        return _call_norm(normalization)(lambda **named: entry(**named, no_such_option=1), t)
+
+    yield replace(base, name=f"{normalization}, another width", call=narrow, **fails)
+    yield replace(base, name=f"{normalization}, unknown norm", call=unknown, **fails)
+    yield replace(base, name=f"{normalization}, unknown option", call=option, **fails)
+
+
+OPS: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
+    "swiglu": swiglu,
+    "cross_entropy": cross_entropy,
+    "norms": norms,
+}
 
 
 def all_cases(ops: list[str]) -> list[Case]:

@@ -21,6 +21,7 @@ from .test_norms_classes import CLASSES, config, counts
 
 NORMS = ("RMSNorm", "LayerNorm")
 H = 24
+MIXED = "LayerNorm with input and parameters of different dtypes"
 ENTRY = "WrappedTorchNorm"
 
 
@@ -203,8 +204,7 @@ def test_mixed_dtypes(
     ours, wanted = outcome(norm, x), outcome(twin, x)
     if normalization == "LayerNorm":
         assert_same_outcome(ours, wanted)
-        reason = "LayerNorm with input and parameters of different dtypes"
-        assert counts(liger, ENTRY)["upstream"] == {reason: 1}
+        assert counts(liger, ENTRY)["upstream"] == {MIXED: 1}
         return
     assert isinstance(wanted, dict)
     assert {name: t.dtype for name, t in ours.items()} == {name: t.dtype for name, t in wanted.items()}
@@ -217,8 +217,14 @@ class Subclass(torch.Tensor):
     pass
 
 
+def with_parameter(norm: Any, name: str, value: torch.Tensor | None) -> Any:
+    norm.register_parameter(name, None if value is None else nn.Parameter(value.detach().clone()))
+    return norm
+
+
 DTYPE = "a dtype other than bfloat16, float16 and float32"
 WIDTH = "input whose last dimension is not the norm's size, or zero"
+SHAPE = "parameters of a shape other than the norm's"
 OTHER_DEVICE = "a tensor on a device that is neither CUDA nor CPU"
 REFUSED: dict[str, tuple[str, Callable[[Any, torch.Tensor], tuple[Any, Any]]]] = {
     "float64": (DTYPE, lambda norm, x: (norm.double(), x.double())),
@@ -231,6 +237,8 @@ REFUSED: dict[str, tuple[str, Callable[[Any, torch.Tensor], tuple[Any, Any]]]] =
     "narrow": (WIDTH, lambda norm, x: (norm, x[:, :5])),
     "one column": (WIDTH, lambda norm, x: (norm, x[:, :1])),
     "a number": (WIDTH, lambda norm, x: (norm, x[0, 0])),
+    "other weight": (SHAPE, lambda norm, x: (with_parameter(norm, "weight", norm.weight[1:]), x)),
+    "two rows of weight": (SHAPE, lambda norm, x: (with_parameter(norm, "weight", norm.weight[None]), x)),
 }
 
 
@@ -265,6 +273,33 @@ def test_two_dimensions(
     x = torch.randn(2, 3, 4, device=device, requires_grad=True)
     assert_same_outcome(results(norm, x), results(twin, x))
     assert counts(liger, ENTRY)["upstream"] == {"normalization over other than one dimension": 1}
+
+
+PARTS: dict[str, tuple[str | None, torch.dtype, Callable[[torch.Tensor], torch.Tensor | None]]] = {
+    "none": (None, torch.float32, lambda bias: None),
+    "none, mixed": (MIXED, torch.bfloat16, lambda bias: None),
+    "another dtype": (MIXED, torch.float32, lambda bias: bias.bfloat16()),
+    "another shape": (SHAPE, torch.float32, lambda bias: bias[1:]),
+    "another device": ("tensors on different devices", torch.float32, lambda bias: bias.to("meta")),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_bias(wrapped: Any, liger: ModuleType, device: torch.device, kind: str) -> None:
+    reason, dtype, change = PARTS[kind]
+    norm, _ = build(wrapped, "LayerNorm", device)
+    with_parameter(norm, "bias", change(norm.bias))
+    twin = Twin(norm)
+    if norm.bias is None:
+        twin.register_parameter("bias", None)
+    x = torch.randn(4, H, device=device).to(dtype).requires_grad_()
+    ours, wanted = outcome(norm, x), outcome(twin, x)
+    if reason is None:
+        assert_results(ours, wanted)
+    else:
+        assert_same_outcome(ours, wanted)
+    upstream = {} if reason is None else {reason: 1}
+    assert counts(liger, ENTRY) == {"kernel": int(reason is None), "off": 0, "upstream": upstream}
 
 
 def test_no_eps(wrapped: Any, liger: ModuleType, device: torch.device) -> None:

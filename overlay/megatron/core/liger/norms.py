@@ -25,8 +25,9 @@ NOT_PLAIN = "an argument that is no plain tensor"
 AUTOCAST = "under autocast"
 DTYPE = "a dtype other than bfloat16, float16 and float32"
 MIXED = "LayerNorm with input and parameters of different dtypes"
-SHAPE = "normalization over other than one dimension"
+DIMENSIONS = "normalization over other than one dimension"
 WIDTH = "input whose last dimension is not the norm's size, or zero"
+SHAPE = "parameters of a shape other than the norm's"
 DEVICES = "tensors on different devices"
 NO_EPS = "no eps"
 DERIVED = "a class derived from it"
@@ -38,10 +39,14 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 _TorchRMSNorm: Any = getattr(nn, "RMSNorm", nn.LayerNorm)
 
 
-def unserved(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float | None, layer_norm: bool
-) -> str | None:
-    """Why no kernel serves these tensors, as a short fixed text, or None when one does."""
+def unserved(norm: _Norm, x: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+    """Why no kernel serves a call, as a short fixed text, or None when one does.
+
+    Args:
+        norm: which is called; its ``bias`` is given apart, None for RMSNorm.
+        x: the input.
+    """
+    weight, shape = norm.weight, norm.normalized_shape
     if type(x) not in _PLAIN or type(weight) not in _PLAIN:
         return NOT_PLAIN
     device = x.device
@@ -51,23 +56,24 @@ def unserved(
         return AUTOCAST
     if x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
         return DTYPE
-    if layer_norm and x.dtype != weight.dtype:
-        return MIXED
-    if weight.dim() != 1:
-        return SHAPE
-    width = weight.size(0)
-    if not width or not x.dim() or x.size(-1) != width:
+    if len(shape) != 1:
+        return DIMENSIONS
+    if not x.dim() or not x.size(-1) or x.size(-1) != shape[0]:
         return WIDTH
+    if weight.shape != shape:
+        return SHAPE
     if weight.device != device:
         return DEVICES
-    if eps is None:
+    if norm.eps is None:
         return NO_EPS
+    if weight.dtype != x.dtype and isinstance(norm, nn.LayerNorm):
+        return MIXED
     if bias is not None:
         if type(bias) not in _PLAIN:
             return NOT_PLAIN
         if bias.dtype != x.dtype:
             return MIXED
-        if bias.shape != weight.shape:
+        if bias.shape != shape:
             return SHAPE
         if bias.device != device:
             return DEVICES
@@ -128,7 +134,7 @@ class _Norm(nn.Module):
         super().__setstate__(state)
         self._mark()  # copies of parameters lose their attributes
 
-    def _forward(self, x: torch.Tensor, bias: torch.Tensor | None, layer_norm: bool) -> torch.Tensor:
+    def _forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         entry = OP.entry(self.built_by)
         if torch.compiler.is_compiling():
             if OP.enabled:
@@ -136,7 +142,7 @@ class _Norm(nn.Module):
         elif not OP.enabled:
             entry.skipped(x)
         else:
-            reason = unserved(x, self.weight, bias, self.eps, layer_norm)
+            reason = unserved(self, x, bias)
             if reason is None:
                 entry.served(x)
                 return self._kernel(x)
@@ -173,7 +179,7 @@ class RMSNorm(_Norm, _TorchRMSNorm):
             FallbackError: the kernel does not serve it, and ``LIGER_MEGATRON_STRICT=1``.
             RuntimeError: ``torch.nn.RMSNorm`` does not serve it either.
         """
-        return self._forward(x, None, layer_norm=False)
+        return self._forward(x, None)
 
     def _kernel(self, x: torch.Tensor) -> torch.Tensor:
         global _rms_norm
@@ -202,7 +208,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
             FallbackError: the kernel does not serve it, and ``LIGER_MEGATRON_STRICT=1``.
             RuntimeError: ``torch.nn.LayerNorm`` does not serve it either.
         """
-        return self._forward(x, self.bias, layer_norm=True)
+        return self._forward(x, self.bias)
 
     def _kernel(self, x: torch.Tensor) -> torch.Tensor:
         global _layer_norm
@@ -309,8 +315,7 @@ class TakenOver:
             return None
         norm = build(config, hidden_size, eps, self.entry.name)
         if self.is_module and isinstance(norm, _Norm):
-            norm.config = config
-            norm.hidden_size = torch.Size(norm.normalized_shape)
+            vars(norm).update(config=config, hidden_size=torch.Size(norm.normalized_shape))
         return norm
 
 
