@@ -51,6 +51,11 @@ class Sizes:
         """How often one rank runs a layer in a step."""
         return self.layers * self.micro_batches
 
+    @property
+    def norm_calls(self) -> int:
+        """How often one rank runs a norm in a step: a layer's input, query, key and pre-MLP, and the last."""
+        return 4 * self.layer_calls + self.micro_batches
+
 
 ON_CPU = Sizes()
 # At a rate of 2e-3 this one is not stable: a change of one pristine weight matrix by at most a unit of
@@ -69,10 +74,16 @@ EXPECTED_LAUNCHES: dict[str, dict[str, Callable[[Sizes, int], int]]] = {
         "cross_entropy_combine": lambda s, tp: s.micro_batches if tp > 1 else 0,
         "cross_entropy_backward": lambda s, tp: s.micro_batches,
     },
+    "norms": {
+        "norm_forward": lambda s, tp: s.norm_calls,
+        "norm_backward": lambda s, tp: s.norm_calls,
+        "norm_reduce": lambda s, tp: s.norm_calls,
+    },
 }
 EXPECTED_COLLECTIVES: dict[str, Callable[[Sizes, int], int]] = {
     "cross_entropy": lambda s, tp: s.micro_batches if tp > 1 else 0,
 }
+OUR_NORMS = "megatron.core.liger.norms."
 IN_PLACE_OPS = ("swiglu", "cross_entropy")
 
 
@@ -287,7 +298,7 @@ def train(pristine: Path, overlaid: Path, ops: Sequence[str], folder: Path, opti
     result = Result(data={"options": asdict(options), "pristine": before, "overlaid": after, "back": back})
     _describe(result, before[0], options)
     _job_line(result, folder, ops)
-    _slots(result, before, after)
+    _slots(result, before, after, ops)
     _entries(result, before, after, ops, options)
     limits = _losses(result, before[0]["runs"], after[0]["runs"])
     _gradients(result, before, after)
@@ -323,14 +334,33 @@ def _job_line(result: Result, folder: Path, ops: Sequence[str]) -> None:
     )
 
 
-def _slots(result: Result, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
-    rows = []
+def _slots(
+    result: Result,
+    before: Sequence[Mapping[str, Any]],
+    after: Sequence[Mapping[str, Any]],
+    ops: Sequence[str],
+) -> None:
+    """The classes in the norms' places, which are ours in all of them, or in none without that op."""
+    rows, ours = [], 0
     for slot in NORM_SLOTS:
-        classes = [", ".join(reports[0]["runs"]["unfused"]["norms"][slot]) for reports in (before, after)]
-        rows.append((slot, *classes))
-        if not all(classes):
+        found = [reports[0]["runs"]["unfused"]["norms"][slot] for reports in (before, after)]
+        rows.append((slot, *map(", ".join, found)))
+        theirs, classes = found
+        wanted = "norms" in ops
+        ours += bool(classes) and all(name.startswith(OUR_NORMS) for name in classes)
+        if not theirs or not classes:
             result.check(f"norm slot {slot}", False, "no module in it")
+        elif any(name.startswith(OUR_NORMS) for name in theirs):
+            result.check(f"norm slot {slot}", False, "ours in the pristine tree")
+        elif any(name.startswith(OUR_NORMS) is not wanted for name in classes):
+            result.check(f"norm slot {slot}", False, f"not {'ours' if wanted else 'upstream'}: {classes}")
     result.table += ["", *_columns([("norm slot", "pristine", "overlaid"), *rows])]
+    if "norms" in ops:
+        result.check("norm slots", ours == len(NORM_SLOTS), f"{ours} of {len(NORM_SLOTS)} ours")
+        for run in ("unfused", "fused"):
+            digests = {report["runs"][run]["norm_gradients"] for report in after}
+            detail = "the same bits" if len(digests) == 1 else "DIFFER"
+            result.check(f"norms' gradients on all ranks, {run}", len(digests) == 1, detail)
 
 
 def _entries(
@@ -349,9 +379,9 @@ def _entries(
         wrong += [module for module, origin in origins["a"].items() if origin not in ("upstream", "absent")]
         present = sum(origin != "absent" for origin in origins["b"].values())
         if wrong:
-            result.check(f"function behind {entry.name}", False, f"not {wanted} through {', '.join(wrong)}")
+            result.check(f"code behind {entry.name}", False, f"not {wanted} through {', '.join(wrong)}")
         elif entry.op in ops:
-            result.check(f"function behind {entry.name}", True, f"ours through all {present} names")
+            result.check(f"code behind {entry.name}", True, f"ours through all {present} names")
         calls = [
             _served(run["counters"][0], entry.op, entry.name)
             for run in (after[0]["runs"][m] for m in ("unfused", "fused"))

@@ -701,11 +701,19 @@ def _cross_entropy_left_to_upstream(dtype: torch.dtype) -> Iterator[Case]:
 
 TORCH_NORM = "megatron.core.transformer.torch_norm"
 FUSED_NORM = "megatron.core.fusions.fused_layer_norm"
+BACKENDS = "megatron.core.models.backends"
+# Other names for the two classes; LNImpl is the one or the other, as Apex is there or not.
 NORM_NAMES = (
-    (TORCH_NORM, "WrappedTorchNorm"),
+    (BACKENDS, "WrappedTorchNorm"),
+    ("megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs", "WrappedTorchNorm"),
     ("megatron.core.transformer.torch_layer_norm", "WrappedTorchLayerNorm"),
-    ("megatron.core.models.backends", "LNImpl"),
+    (BACKENDS, "LNImpl"),
     ("megatron.core.models.gpt.gpt_layer_specs", "LNImpl"),
+)
+FUSED_NORM_NAMES = (
+    FUSED_NORM,
+    "megatron.core.transformer.transformer_block",
+    "megatron.core.models.bert.bert_lm_head",
 )
 
 NORM_FORWARD = {"norm_forward": 1}
@@ -855,14 +863,11 @@ def norms(dtype: torch.dtype) -> Iterator[Case]:
                 truth=_norm_truth(normalization, choice == "layernorm_zero_centered_gamma"),
                 upstream_raises=True,
             )
-        yield replace(
-            base,
-            entry="FusedLayerNorm",
-            module=FUSED_NORM,
-            upstream_raises=normalization == "RMSNorm" or not _has_apex(),
-        )
+        for module in FUSED_NORM_NAMES:
+            fails = normalization == "RMSNorm" or not _has_apex()
+            yield replace(base, entry="FusedLayerNorm", module=module, upstream_raises=fails)
         yield from _norms_left_to_upstream(base)
-    for module, name in NORM_NAMES[1:]:
+    for module, name in NORM_NAMES:
         yield replace(_norm_base("LayerNorm", dtype), entry=name, module=module)
     for other in DTYPES:
         if other is not dtype:

@@ -59,8 +59,6 @@ ENTRIES = (
         (
             "megatron.core.models.backends",
             "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs",
-            "megatron.core.models.gpt.gpt_layer_specs",
-            "megatron.core.transformer.transformer_block",
         ),
     ),
     Entry(
