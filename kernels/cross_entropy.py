@@ -699,8 +699,14 @@ def _check_labels(target: torch.Tensor, vocab_size: int, ignore_index: int) -> N
         )
 
 
-def out_of_range_labels() -> int:
-    """How many labels beyond the vocabulary this process has met. Waits for the devices."""
+def out_of_range_labels(wait: bool = True) -> int | None:
+    """How many labels beyond the vocabulary this process has met.
+
+    Reading it waits for the devices. None: `wait` is False, and one is still at work.
+    """
+    streams = [torch.cuda.current_stream(device) for device in _OUT_OF_RANGE if device.type == "cuda"]
+    if not wait and not all(stream.query() for stream in streams):
+        return None
     return sum(int(count.item()) for count in _OUT_OF_RANGE.values())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,6 +209,8 @@ def table(result: Result) -> list[str]:
         widths = [max(map(len, column)) for column in zip(*cells)]
         lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
         lines.append("error: against float64, the worst case's largest error over its largest true value")
+    deviations = Counter(text for row in result.rows for text in set(row["deviates"].values()))
+    lines += [f"deviates in {count} cases: {text}" for text, count in sorted(deviations.items())]
     names = f"{result.names} names compared: signature, module, documentation, pickle, every binding"
     lines.append(f"wiring: {names}; {f'{len(result.wiring)} FAILED' if result.wiring else 'ok'}")
     problems = result.problems

@@ -51,16 +51,40 @@ class Sizes:
         """How often one rank runs a layer in a step."""
         return self.layers * self.micro_batches
 
+    @property
+    def norm_calls(self) -> int:
+        """How often one rank runs a norm in a step: a layer's input, query, key and pre-MLP, and the last."""
+        return 4 * self.layer_calls + self.micro_batches
+
 
 ON_CPU = Sizes()
 # At a rate of 2e-3 this one is not stable: a change of one pristine weight matrix by at most a unit of
 # bfloat16 moved the fourth loss by up to 1.7e-2 (on an H200). At 3e-4 it moved none of six by more than 4e-4.
 ON_GPU = Sizes(hidden=512, ffn=1408, heads=8, groups=4, vocabulary=8192, sequence=512, learning_rate=3e-4)
 
-# Launches that each op must make in one step of one rank, by kernel. An op that is not here fails.
-EXPECTED_LAUNCHES: dict[str, dict[str, Callable[[Sizes], int]]] = {
-    "swiglu": {"swiglu_forward": lambda s: s.layer_calls, "swiglu_backward": lambda s: s.layer_calls},
+# Launches that each op must make in one step of one rank, by kernel, and collectives, from the sizes and the
+# tensor-parallel size. An op that is not among the launches fails.
+EXPECTED_LAUNCHES: dict[str, dict[str, Callable[[Sizes, int], int]]] = {
+    "swiglu": {
+        "swiglu_forward": lambda s, tp: s.layer_calls,
+        "swiglu_backward": lambda s, tp: s.layer_calls,
+    },
+    "cross_entropy": {
+        "cross_entropy_forward": lambda s, tp: s.micro_batches,
+        "cross_entropy_combine": lambda s, tp: s.micro_batches if tp > 1 else 0,
+        "cross_entropy_backward": lambda s, tp: s.micro_batches,
+    },
+    "norms": {
+        "norm_forward": lambda s, tp: s.norm_calls,
+        "norm_backward": lambda s, tp: s.norm_calls,
+        "norm_reduce": lambda s, tp: s.norm_calls,
+    },
 }
+EXPECTED_COLLECTIVES: dict[str, Callable[[Sizes, int], int]] = {
+    "cross_entropy": lambda s, tp: s.micro_batches if tp > 1 else 0,
+}
+OUR_NORMS = "megatron.core.liger.norms."
+IN_PLACE_OPS = ("swiglu", "cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -224,6 +248,7 @@ def train(pristine: Path, overlaid: Path, ops: Sequence[str], folder: Path, opti
     gradients = str(folder / "gradients")
     store = {"gradients": gradients, "compare": False}
     compare = {"gradients": gradients, "compare": True}
+    in_place = [op for op in ops if op in IN_PLACE_OPS]
 
     def world(
         name: str, tree: Path, sequence_parallel: bool, runs: list[dict[str, Any]]
@@ -243,7 +268,7 @@ def train(pristine: Path, overlaid: Path, ops: Sequence[str], folder: Path, opti
             ranks=options.ranks,
             device=options.device,
             timeout=options.timeout,
-            extra={"LIGER_MEGATRON_IN_PLACE": ",".join(ops)} if options.in_place else None,
+            extra={"LIGER_MEGATRON_IN_PLACE": ",".join(in_place)} if options.in_place and in_place else None,
         )
 
     def saved(name: str) -> dict[str, Any]:
@@ -273,7 +298,7 @@ def train(pristine: Path, overlaid: Path, ops: Sequence[str], folder: Path, opti
     result = Result(data={"options": asdict(options), "pristine": before, "overlaid": after, "back": back})
     _describe(result, before[0], options)
     _job_line(result, folder, ops)
-    _slots(result, before, after)
+    _slots(result, before, after, ops)
     _entries(result, before, after, ops, options)
     limits = _losses(result, before[0]["runs"], after[0]["runs"])
     _gradients(result, before, after)
@@ -309,14 +334,33 @@ def _job_line(result: Result, folder: Path, ops: Sequence[str]) -> None:
     )
 
 
-def _slots(result: Result, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
-    rows = []
+def _slots(
+    result: Result,
+    before: Sequence[Mapping[str, Any]],
+    after: Sequence[Mapping[str, Any]],
+    ops: Sequence[str],
+) -> None:
+    """The classes in the norms' places, which are ours in all of them, or in none without that op."""
+    rows, ours = [], 0
     for slot in NORM_SLOTS:
-        classes = [", ".join(reports[0]["runs"]["unfused"]["norms"][slot]) for reports in (before, after)]
-        rows.append((slot, *classes))
-        if not all(classes):
+        found = [reports[0]["runs"]["unfused"]["norms"][slot] for reports in (before, after)]
+        rows.append((slot, *map(", ".join, found)))
+        theirs, classes = found
+        wanted = "norms" in ops
+        ours += bool(classes) and all(name.startswith(OUR_NORMS) for name in classes)
+        if not theirs or not classes:
             result.check(f"norm slot {slot}", False, "no module in it")
+        elif any(name.startswith(OUR_NORMS) for name in theirs):
+            result.check(f"norm slot {slot}", False, "ours in the pristine tree")
+        elif any(name.startswith(OUR_NORMS) is not wanted for name in classes):
+            result.check(f"norm slot {slot}", False, f"not {'ours' if wanted else 'upstream'}: {classes}")
     result.table += ["", *_columns([("norm slot", "pristine", "overlaid"), *rows])]
+    if "norms" in ops:
+        result.check("norm slots", ours == len(NORM_SLOTS), f"{ours} of {len(NORM_SLOTS)} ours")
+        for run in ("unfused", "fused"):
+            digests = {report["runs"][run]["norm_gradients"] for report in after}
+            detail = "the same bits" if len(digests) == 1 else "DIFFER"
+            result.check(f"norms' gradients on all ranks, {run}", len(digests) == 1, detail)
 
 
 def _entries(
@@ -335,9 +379,9 @@ def _entries(
         wrong += [module for module, origin in origins["a"].items() if origin not in ("upstream", "absent")]
         present = sum(origin != "absent" for origin in origins["b"].values())
         if wrong:
-            result.check(f"function behind {entry.name}", False, f"not {wanted} through {', '.join(wrong)}")
+            result.check(f"code behind {entry.name}", False, f"not {wanted} through {', '.join(wrong)}")
         elif entry.op in ops:
-            result.check(f"function behind {entry.name}", True, f"ours through all {present} names")
+            result.check(f"code behind {entry.name}", True, f"ours through all {present} names")
         calls = [
             _served(run["counters"][0], entry.op, entry.name)
             for run in (after[0]["runs"][m] for m in ("unfused", "fused"))
@@ -351,7 +395,8 @@ def _entries(
 
     launch_rows: list[tuple[str, ...]] = [("kernel", "launches a step", "expected")]
     for op in ops:
-        expected = {kernel: count(options.sizes) for kernel, count in EXPECTED_LAUNCHES.get(op, {}).items()}
+        counts_of = EXPECTED_LAUNCHES.get(op, {})
+        expected = {kernel: n for kernel, f in counts_of.items() if (n := f(options.sizes, options.tp))}
         steps = [
             (f"rank {rank}, {name}, step {number}", counters.get(op, {"launches": {}, "entries": {}}))
             for rank, report in enumerate(after)
@@ -366,6 +411,15 @@ def _entries(
             f"{expected} in each of {len(steps)} steps" if passed else f"expected {expected or 'a known op'}"
         )
         result.check(f"launches of {op}", passed, "; ".join([detail, *wrong_counts[:2]]))
+        if op in EXPECTED_COLLECTIVES:
+            wanted_collectives = EXPECTED_COLLECTIVES[op](options.sizes, options.tp)
+            wrong_counts = [
+                f"{where}: {counts.get('collectives')}"
+                for where, counts in steps
+                if counts.get("collectives") != wanted_collectives
+            ]
+            detail = f"{wanted_collectives} in each of {len(steps)} steps expected"
+            result.check(f"collectives of {op}", not wrong_counts, "; ".join([detail, *wrong_counts[:2]]))
         fallbacks = sorted(
             {
                 f"{name}: {reason}"

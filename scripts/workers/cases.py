@@ -37,6 +37,9 @@ class Case:
         backward_inputs: changes the float64 tensors before the truth's gradients are taken.
         kernels: launches that the overlaid tree must make, by kernel; empty where nothing is computed.
         fallback: the reason for which the overlaid tree must leave the call to upstream, or None.
+        deviates: where the overlay does not give what upstream gives, and why: by tensor (``out``,
+            ``d NAME``, or an input that upstream overwrites). The truth is the overlay's then, upstream must
+            be off it, and the overlay is measured by the rounding of the dtype alone.
         upstream_raises: upstream fails here and the overlay must not.
         raises: both must fail, with the same error.
         slack: share of the pristine error allowed on top, where other operations in the dtype make it.
@@ -55,6 +58,7 @@ class Case:
     backward_inputs: Callable[[Tensors], Tensors] = lambda t: t
     kernels: Mapping[str, int] = field(default_factory=dict)
     fallback: str | None = None
+    deviates: Mapping[str, str] = field(default_factory=dict)
     upstream_raises: bool = False
     raises: bool = False
     slack: float = 0.0
@@ -419,7 +423,497 @@ def _swiglu_modules(dtype: torch.dtype) -> Iterator[Case]:
     yield replace(base, name="layer, per-token scale", inputs=inputs(False, True))
 
 
-OPS: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {"swiglu": swiglu}
+# --- Cross-entropy ---
+
+FUSED_CE = "megatron.core.fusions.fused_cross_entropy"
+UNFUSED_CE = "megatron.core.tensor_parallel.cross_entropy"
+TENSOR_PARALLEL = "megatron.core.tensor_parallel"
+LANGUAGE_MODULE = "megatron.core.models.common.language_module.language_module"
+
+CE_FORWARD = {"cross_entropy_forward": 1}
+CE_BOTH = {**CE_FORWARD, "cross_entropy_backward": 1}
+
+OVERWRITTEN = {"logits": "upstream overwrites float32 logits in the forward"}
+ROUNDED = {"d logits": "upstream's fused gradient goes through bfloat16"}
+NEGATIVE = "a negative label has no loss, where upstream has one until it is masked"
+
+
+def _cross_entropy_truth(smoothing: float = 0.0) -> Callable[[Tensors], torch.Tensor]:
+    def truth(t: Tensors) -> torch.Tensor:
+        logits, labels = t["logits"], t["labels"].long()
+        total = torch.logsumexp(logits, -1)
+        columns = logits.shape[-1]
+        present = (labels >= 0) & (labels < columns)
+        known = torch.where(present, labels, 0).unsqueeze(-1)
+        target = total - logits.gather(-1, known).squeeze(-1)
+        beyond = total - logits.amax(-1).detach() if logits.numel() else total
+        loss = torch.where(present, target, beyond)
+        if smoothing:
+            others = (total.unsqueeze(-1) - logits).sum(-1) - target
+            loss = (1 - smoothing) * loss + smoothing / (columns - 1) * others
+        return torch.where(labels >= 0, loss, torch.zeros_like(loss))
+
+    return truth
+
+
+def _cross_entropy_inputs(
+    shape: tuple[int, ...],
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    scale: float = 3.0,
+    layout: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    labels_layout: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    labels: tuple[int, ...] = (),
+    labels_dtype: torch.dtype = torch.int64,
+) -> Callable[[torch.Generator, torch.device], Tensors]:
+    """``labels``: the first ones; the others are random ones of the vocabulary."""
+
+    def make(generator: torch.Generator, device: torch.device) -> Tensors:
+        logits = layout((torch.randn((*shape, columns), generator=generator) * scale).to(device, dtype))
+        target = torch.randint(logits.shape[-1], logits.shape[:-1], generator=generator)
+        target.view(-1)[: len(labels)] = torch.tensor(labels, dtype=torch.int64)
+        return {
+            "logits": logits.detach().requires_grad_(),
+            "labels": labels_layout(target.to(device, labels_dtype)),
+        }
+
+    return make
+
+
+def _tensor_parallel_group() -> Any:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _call_fused(entry: Callable[..., torch.Tensor], t: Tensors) -> torch.Tensor:
+    return entry(t["logits"], t["labels"], _tensor_parallel_group())
+
+
+def _call_unfused(entry: Callable[..., torch.Tensor], t: Tensors) -> torch.Tensor:
+    return entry(t["logits"], t["labels"])
+
+
+def _cross_entropy_base(dtype: torch.dtype) -> tuple[Case, Case]:
+    """A fused and an unfused call that the other cases vary."""
+    overwritten = OVERWRITTEN if dtype is torch.float32 else {}
+    unfused = Case(
+        "cross_entropy",
+        "vocab_parallel_cross_entropy",
+        "[6, 2, 48]",
+        dtype,
+        UNFUSED_CE,
+        _cross_entropy_inputs((6, 2), 48, dtype),
+        _call_unfused,
+        _cross_entropy_truth(),
+        kernels=CE_BOTH,
+        deviates=overwritten,
+    )
+    rounded = {} if dtype is torch.bfloat16 else ROUNDED
+    fused = replace(
+        unfused,
+        entry="fused_vocab_parallel_cross_entropy",
+        module=FUSED_CE,
+        call=_call_fused,
+        deviates={**overwritten, **rounded},
+    )
+    return fused, unfused
+
+
+def cross_entropy(dtype: torch.dtype) -> Iterator[Case]:
+    """Every way in which a model reaches the cross-entropy entries on one rank, in ``dtype``."""
+    for base in _cross_entropy_base(dtype):
+        yield base
+
+        def like(
+            name: str,
+            shape: tuple[int, ...] = (6, 2),
+            columns: int = 48,
+            *,
+            _base: Case = base,
+            without: tuple[str, ...] = (),
+            **more: Any,
+        ) -> Case:
+            names = ("scale", "layout", "labels_layout", "labels")
+            made = _cross_entropy_inputs(
+                shape, columns, dtype, **{n: more.pop(n) for n in names if n in more}
+            )
+            more["deviates"] = {
+                k: v for k, v in {**_base.deviates, **more.get("deviates", {})}.items() if k not in without
+            }
+            return replace(_base, name=name, inputs=made, **more)
+
+        # Shapes: one row shorter than any tile, odd vocabularies, several tiles, one token, two dimensions.
+        for shape, columns in (((6, 2), 5), ((7, 1), 37), ((1, 1), 1025), ((2, 1), 9001), ((5,), 48)):
+            yield like(f"{[*shape, columns]}", shape, columns)
+        yield like("one label", columns=1, without=("d logits",))
+        yield like(
+            "no tokens",
+            (0, 1),
+            kernels={},
+            upstream_raises=base.call is _call_fused,
+            without=("logits", "d logits"),
+        )
+        yield like("large values", scale=60.0)
+        yield like("rows apart", columns=53, layout=lambda x: x[..., :48])
+        yield like("columns apart", columns=96, layout=lambda x: x[..., ::2])
+        # Upstream views what it has as two dimensions; a copy to float32 may have made that possible.
+        wide = dtype is torch.float32
+        skipped: dict[str, Any] = {"upstream_raises": wide, "without": ("logits", "d logits") if wide else ()}
+        yield like("every other token", (12, 2), layout=lambda x: x[::2], **skipped)
+        raises: dict[str, Any] = {"upstream_raises": True, "without": ("logits", "d logits")}
+        yield like("transposed", (2, 6), layout=lambda x: x.transpose(0, 1), **raises)
+        yield like("labels transposed", labels_layout=lambda t: t.t().contiguous().t(), **raises)
+        for name, make in (
+            ("expanded", _expanded),
+            ("transposed", _transposed),
+            ("row-varying", _row_varying),
+            ("columns apart", _columns_apart),
+            ("rows apart", _rows_apart),
+        ):
+            yield like(f"grad_output {name}", grad_output=make)
+        yield like("forward only", grad_output=None, kernels=CE_FORWARD, without=("d logits",))
+        yield like("labels beyond the vocabulary", labels=(48, 49, 2**40))
+        ignored = (-100, -1, -(2**40))
+        yield like("negative labels", labels=ignored, deviates={"out": NEGATIVE, "d logits": NEGATIVE})
+        yield like(
+            "negative labels, masked", labels=ignored, grad_output=_first_masked, deviates={"out": NEGATIVE}
+        )
+    yield from _cross_entropy_smoothed(dtype)
+    yield from _cross_entropy_routes(dtype)
+    yield from _cross_entropy_left_to_upstream(dtype)
+
+
+def _first_masked(gradient: torch.Tensor) -> torch.Tensor:
+    """Nothing for the first tokens, as a loss mask makes it."""
+    return torch.cat([torch.zeros_like(gradient[:2]), gradient[2:]])
+
+
+def _cross_entropy_smoothed(dtype: torch.dtype) -> Iterator[Case]:
+    _, unfused = _cross_entropy_base(dtype)
+
+    def call(smoothing: float) -> Callable[..., torch.Tensor]:
+        return lambda entry, t: entry(t["logits"], t["labels"], smoothing)
+
+    for smoothing in (0.0, 0.1, 0.5):
+        yield replace(
+            unfused,
+            name=f"label smoothing {smoothing}",
+            call=call(smoothing),
+            truth=_cross_entropy_truth(smoothing),
+        )
+    yield replace(
+        unfused,
+        name="label smoothing by name",
+        call=lambda entry, t: entry(t["logits"], t["labels"], label_smoothing=0.1),
+        truth=_cross_entropy_truth(0.1),
+    )
+
+    def gap(generator: torch.Generator, device: torch.device) -> Tensors:
+        logits = torch.tensor([[[0.0, 200.0]], [[200.0, 0.0]]], dtype=dtype, device=device)
+        return {
+            "logits": logits.requires_grad_(),
+            "labels": torch.ones(2, 1, dtype=torch.int64, device=device),
+        }
+
+    yield replace(
+        unfused,
+        name="label smoothing, a large gap",
+        inputs=gap,
+        call=call(0.1),
+        truth=_cross_entropy_truth(0.1),
+        deviates={**unfused.deviates, "out": "upstream takes the logarithm after the softmax"},
+    )
+
+
+def _cross_entropy_routes(dtype: torch.dtype) -> Iterator[Case]:
+    """Through the package's own names, and as the model's loss calls them: labels ``[b, s]``."""
+    fused, unfused = _cross_entropy_base(dtype)
+    yield replace(unfused, name="as called", module=TENSOR_PARALLEL)
+    yield replace(fused, name="as called", module=LANGUAGE_MODULE)
+
+    def loss(fusion: bool) -> Callable[..., torch.Tensor]:
+        def call(entry: Any, t: Tensors) -> torch.Tensor:
+            from types import SimpleNamespace
+
+            group = _tensor_parallel_group()
+            config = SimpleNamespace(cross_entropy_loss_fusion=fusion, cross_entropy_fusion_impl="native")
+            model = SimpleNamespace(config=config, pg_collection=SimpleNamespace(tp=group), tp_group=group)
+            out: torch.Tensor = entry.compute_language_model_loss(model, t["labels"].t(), t["logits"])
+            return out
+
+        return call
+
+    for base, name in ((fused, "fused"), (unfused, "unfused")):
+        yield replace(
+            base,
+            entry="LanguageModule",
+            name=name,
+            module=LANGUAGE_MODULE,
+            call=loss(name == "fused"),
+            truth=lambda t: _cross_entropy_truth()(t).t(),
+        )
+
+
+def _cross_entropy_left_to_upstream(dtype: torch.dtype) -> Iterator[Case]:
+    """Calls that the kernel does not serve, and calls that nobody serves."""
+    for base in _cross_entropy_base(dtype):
+        upstream: dict[str, Any] = {"kernels": {}, "deviates": {}}
+        yield replace(
+            base,
+            name="labels int32",
+            inputs=_cross_entropy_inputs((6, 2), 48, dtype, labels_dtype=torch.int32),
+            fallback="labels of a dtype other than int64",
+            **upstream,
+        )
+        if dtype is torch.float32:
+            yield replace(
+                base,
+                name="fp64",
+                dtype=torch.float64,
+                inputs=_cross_entropy_inputs((6, 2), 48, torch.float64),
+                fallback="logits of a dtype other than bfloat16, float16 and float32",
+                **upstream,
+            )
+        fails: dict[str, Any] = {**upstream, "raises": True, "truth": None, "grad_output": None}
+        yield replace(
+            base,
+            name="labels flat",
+            inputs=_cross_entropy_inputs((6, 2), 48, dtype, labels_layout=lambda t: t.flatten()),
+            **fails,
+        )
+        yield replace(
+            base,
+            name="unknown option",
+            call=lambda entry, t: entry(t["logits"], t["labels"], no_such_option=1),
+            **fails,
+        )
+    fused, unfused = _cross_entropy_base(dtype)
+    yield replace(fused, name="no group", call=lambda e, t: e(t["logits"], t["labels"], None), **fails)
+    yield replace(fused, name="group left away", call=_call_unfused, **fails)
+    yield replace(
+        unfused, name="label smoothing 1", call=lambda e, t: e(t["logits"], t["labels"], 1.0), **fails
+    )
+
+
+# --- Norms ---
+
+TORCH_NORM = "megatron.core.transformer.torch_norm"
+FUSED_NORM = "megatron.core.fusions.fused_layer_norm"
+BACKENDS = "megatron.core.models.backends"
+# Other names for the two classes; LNImpl is the one or the other, as Apex is there or not.
+NORM_NAMES = (
+    (BACKENDS, "WrappedTorchNorm"),
+    ("megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs", "WrappedTorchNorm"),
+    ("megatron.core.transformer.torch_layer_norm", "WrappedTorchLayerNorm"),
+    (BACKENDS, "LNImpl"),
+    ("megatron.core.models.gpt.gpt_layer_specs", "LNImpl"),
+)
+FUSED_NORM_NAMES = (
+    FUSED_NORM,
+    "megatron.core.transformer.transformer_block",
+    "megatron.core.models.bert.bert_lm_head",
+)
+
+NORM_FORWARD = {"norm_forward": 1}
+NORM_FROZEN = {**NORM_FORWARD, "norm_backward": 1}
+NORM_BOTH = {**NORM_FROZEN, "norm_reduce": 1}
+NORM_LONG = {**NORM_BOTH, "norm_row_sums": 1}
+
+NORM_EPS = 1e-5
+# Of a config, what upstream's local norms refuse.
+REFUSED_BY_UPSTREAM = {
+    "sequence_parallel": True,
+    "persist_layer_norm": True,
+    "memory_efficient_layer_norm": True,
+    "layernorm_zero_centered_gamma": True,
+}
+
+
+def _norm_inputs(
+    normalization: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    of_parameters: torch.dtype | None = None,
+    layout: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    scale: float = 1.0,
+    shift: float = 0.0,
+    frozen: tuple[str, ...] = (),
+) -> Callable[[torch.Generator, torch.device], Tensors]:
+    """Values ``scale`` apart around ``shift``; parameters in ``of_parameters``, by default in ``dtype``."""
+    names = ("weight", "bias") if normalization == "LayerNorm" else ("weight",)
+
+    def make(generator: torch.Generator, device: torch.device) -> Tensors:
+        tensors = {"x": layout((torch.randn(shape, generator=generator) * scale + shift).to(device, dtype))}
+        for name in names:
+            values = torch.randn(tensors["x"].shape[-1], generator=generator)
+            tensors[name] = values.to(device, of_parameters or dtype)
+        return {name: t.detach().requires_grad_(name not in frozen) for name, t in tensors.items()}
+
+    return make
+
+
+def _call_norm(normalization: str, **choice: Any) -> Callable[..., torch.Tensor]:
+    def call(entry: Callable[..., torch.nn.Module], t: Tensors) -> torch.Tensor:
+        from types import SimpleNamespace
+
+        config = SimpleNamespace(**{**dict.fromkeys(REFUSED_BY_UPSTREAM, False), **choice})
+        config.normalization = normalization
+        norm = entry(config=config, hidden_size=t["x"].shape[-1], eps=NORM_EPS)
+        # The tensors themselves take the parameters' places, so that they get the gradients.
+        parameters = {name: tensor for name, tensor in t.items() if name != "x"}
+        out: torch.Tensor = torch.func.functional_call(norm, parameters, (t["x"],))
+        return out
+
+    return call
+
+
+def _norm_truth(normalization: str, zero_centered: bool = False) -> Callable[[Tensors], torch.Tensor]:
+    def truth(t: Tensors) -> torch.Tensor:
+        x = t["x"]
+        if normalization == "LayerNorm":
+            x = x - x.mean(-1, keepdim=True)
+        if x.numel():
+            x = x / torch.sqrt((x * x).mean(-1, keepdim=True) + NORM_EPS)
+        out = x * (1 + t["weight"] if zero_centered else t["weight"])
+        return out + t["bias"] if "bias" in t else out
+
+    return truth
+
+
+def _has_apex() -> bool:
+    """Whether upstream's FusedLayerNorm works here."""
+    import importlib
+
+    try:
+        importlib.import_module("apex.normalization.fused_layer_norm")
+    except ImportError:
+        return False
+    return True
+
+
+def _norm_base(normalization: str, dtype: torch.dtype) -> Case:
+    return Case(
+        "norms",
+        "WrappedTorchNorm",
+        normalization,
+        dtype,
+        TORCH_NORM,
+        _norm_inputs(normalization, (6, 2, 48), dtype),
+        _call_norm(normalization),
+        _norm_truth(normalization),
+        kernels=NORM_BOTH,
+    )
+
+
+def norms(dtype: torch.dtype) -> Iterator[Case]:
+    """Every way in which a model calls the norms, in ``dtype``."""
+    for normalization in ("RMSNorm", "LayerNorm"):
+        base = _norm_base(normalization, dtype)
+        yield base
+
+        def like(
+            name: str,
+            shape: tuple[int, ...] = (6, 2, 48),
+            *,
+            _base: Case = base,
+            **more: Any,
+        ) -> Case:
+            names = ("of_parameters", "layout", "scale", "shift", "frozen")
+            layout = {k: more.pop(k) for k in names if k in more}
+            return replace(
+                _base,
+                name=f"{_base.name}, {name}",
+                inputs=_norm_inputs(_base.name, shape, dtype, **layout),
+                **more,
+            )
+
+        # Shapes: a row shorter than any block, odd widths, head dimensions, a row of several blocks, one row.
+        for shape in ((24, 5), (7, 37), (40, 64), (9, 192), (2, 1025), (96,), (1, 1, 34)):
+            yield like(f"{list(shape)}", shape)
+        yield like("a row of several blocks", (2, 40000), kernels=NORM_LONG)
+        yield like("no tokens", (0, 1, 48), kernels={})
+        yield like("large values", scale=60.0)
+        yield like("small values", scale=1e-3)
+        yield like("far from zero", shift=30.0)
+        # Query and key norms get heads of one wide buffer; MLA's, a part of a down projection.
+        yield like("heads", (6, 2, 2, 96), layout=lambda x: x[..., 32:64])
+        yield like("compressed", (6, 2, 56), layout=lambda x: x.split([48, 8], dim=-1)[0])
+        yield like("every other token", (12, 2, 48), layout=lambda x: x[::2])
+        yield like("columns apart", (6, 2, 96), layout=lambda x: x[..., ::2])
+        yield like("transposed", (2, 6, 48), layout=lambda x: x.transpose(0, 1))
+        for name, make in (
+            ("expanded", _expanded),
+            ("transposed", _transposed),
+            ("row-varying", _row_varying),
+            ("columns apart", _columns_apart),
+            ("rows apart", _rows_apart),
+        ):
+            yield like(f"grad_output {name}", grad_output=make)
+        yield like("forward only", grad_output=None, kernels=NORM_FORWARD)
+        yield like("x frozen", frozen=("x",))
+        parameters = ("weight", "bias") if normalization == "LayerNorm" else ("weight",)
+        yield like("parameters frozen", frozen=parameters, kernels=NORM_FROZEN)
+        for choice in REFUSED_BY_UPSTREAM:
+            yield like(
+                choice,
+                call=_call_norm(normalization, **{choice: True}),
+                truth=_norm_truth(normalization, choice == "layernorm_zero_centered_gamma"),
+                upstream_raises=True,
+            )
+        for module in FUSED_NORM_NAMES:
+            fails = normalization == "RMSNorm" or not _has_apex()
+            yield replace(base, entry="FusedLayerNorm", module=module, upstream_raises=fails)
+        yield from _norms_left_to_upstream(base)
+    for module, name in NORM_NAMES:
+        yield replace(_norm_base("LayerNorm", dtype), entry=name, module=module)
+    for other in DTYPES:
+        if other is not dtype:
+            # As a residual in float32 makes it. Torch's LayerNorm has a rule of its own on each device.
+            yield replace(
+                _norm_base("RMSNorm", dtype),
+                name=f"RMSNorm, parameters {short(other)}",
+                inputs=_norm_inputs("RMSNorm", (6, 2, 48), dtype, of_parameters=other),
+            )
+
+
+def _norms_left_to_upstream(base: Case) -> Iterator[Case]:
+    """Calls that the kernel does not serve, and calls that nobody serves."""
+    normalization = base.name
+    if base.dtype is torch.float32:
+        yield replace(
+            base,
+            name=f"{normalization}, fp64",
+            dtype=torch.float64,
+            inputs=_norm_inputs(normalization, (6, 2, 48), torch.float64),
+            kernels={},
+            fallback="a dtype other than bfloat16, float16 and float32",
+        )
+    fails: dict[str, Any] = {"kernels": {}, "raises": True, "truth": None, "grad_output": None}
+
+    def narrow(entry: Callable[..., torch.nn.Module], t: Tensors) -> torch.Tensor:
+        return _call_norm(normalization)(
+            lambda config, hidden_size, eps: entry(config=config, hidden_size=hidden_size + 1, eps=eps), t
+        )
+
+    def unknown(entry: Callable[..., torch.nn.Module], t: Tensors) -> torch.Tensor:
+        return _call_norm("GroupNorm")(entry, t)
+
+    def option(entry: Callable[..., torch.nn.Module], t: Tensors) -> torch.Tensor:
+        return _call_norm(normalization)(lambda **named: entry(**named, no_such_option=1), t)
+
+    yield replace(base, name=f"{normalization}, another width", call=narrow, **fails)
+    yield replace(base, name=f"{normalization}, unknown norm", call=unknown, **fails)
+    yield replace(base, name=f"{normalization}, unknown option", call=option, **fails)
+
+
+OPS: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
+    "swiglu": swiglu,
+    "cross_entropy": cross_entropy,
+    "norms": norms,
+}
 
 
 def all_cases(ops: list[str]) -> list[Case]:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """A public function that an op's tail may replace.
+    """A public function or class that an op's tail may replace.
 
     Attributes:
-        name: the function's name.
+        name: its name.
         op: the op that takes it over.
         module: the module that defines it.
-        routes: modules that bound the name when they were imported and call it through that binding.
+        routes: modules that bound the name when they were imported and use it through that binding.
     """
 
     name: str
@@ -51,6 +51,21 @@ ENTRIES = (
         "cross_entropy",
         "megatron.core.tensor_parallel.cross_entropy",
         ("megatron.core.tensor_parallel",),
+    ),
+    Entry(
+        "WrappedTorchNorm",
+        "norms",
+        "megatron.core.transformer.torch_norm",
+        (
+            "megatron.core.models.backends",
+            "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs",
+        ),
+    ),
+    Entry(
+        "FusedLayerNorm",
+        "norms",
+        "megatron.core.fusions.fused_layer_norm",
+        ("megatron.core.transformer.transformer_block", "megatron.core.models.bert.bert_lm_head"),
     ),
 )
 

@@ -58,6 +58,7 @@ def _run(case: Case, device: torch.device) -> dict[str, Any]:
         torch.compiler.reset()
     entry = getattr(importlib.import_module(case.module), case.entry)
     tensors = case.inputs(case.generator(), device)
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     result: dict[str, Any] = {"tensors": {}, "properties": {}, "error": None}
     try:
         out = case.call(entry, tensors)
@@ -74,6 +75,7 @@ def _run(case: Case, device: torch.device) -> dict[str, Any]:
                 _record(result, f"d {name}", gradient)
     except Exception as error:
         result["error"] = (type(error).__name__, str(error).replace(str(runtime.tree()), "TREE"))
+    result["overwritten"] = [name for name, was in before.items() if not torch.equal(was, tensors[name])]
     if overlay is not None:
         result["counters"] = overlay.counters().get(case.op)
     return result

@@ -127,7 +127,7 @@ def import_or_none(name: str) -> ModuleType | None:
 
 
 def who_is_behind(entry: Entry) -> dict[str, str]:
-    """Which function each name of ``entry`` leads to.
+    """Which function or class each name of ``entry`` leads to.
 
     Returns:
         By module (the defining one first): ``"ours"`` (code below the overlay's marker line), ``"upstream"``,
@@ -141,7 +141,9 @@ def _origin(holder: ModuleType | None, entry: Entry) -> str:
     if found is None:
         return "absent"
     # Not unwrapped: ours is wrapped to look like upstream's, and the question is which one is called.
-    code = found.__code__
+    # Of a class, what its own body defines; it may derive from upstream's.
+    made = vars(found).get("__new__") or vars(found)["__init__"] if isinstance(found, type) else found
+    code = getattr(made, "__func__", made).__code__
     source = Path(code.co_filename).read_text(encoding="utf-8").splitlines()
     marker = next((n for n, text in enumerate(source, 1) if text.startswith(MARKER)), None)
     return "ours" if marker is not None and code.co_firstlineno > marker else "upstream"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -106,6 +107,8 @@ def _gradients(model: torch.nn.Module, prefix: Path, report: dict[str, Any], *, 
         name.replace("module.", ""): gpt.main_gradient(parameter).detach().float().cpu().clone()
         for name, parameter in model.named_parameters()
     }
+    norms = {name: g for name, g in gradients.items() if name.split(".")[-2] in NORM_SLOTS}
+    report["norm_gradients"] = _digest(norms)
     if not compare:
         torch.save(gradients, file)
         return
@@ -116,3 +119,12 @@ def _gradients(model: torch.nn.Module, prefix: Path, report: dict[str, Any], *, 
         name: ((gradient - stored[name]).abs().max() / stored[name].abs().max()).item()
         for name, gradient in gradients.items()
     }
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over names and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

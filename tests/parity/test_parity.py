@@ -111,3 +111,39 @@ def test_a_changed_signature_and_a_public_name_fail(
     module = "megatron.core.fusions.fused_bias_swiglu"
     assert f"{module}.helper is new and public" in result.wiring
     assert any(problem.startswith(f"{module}.bias_swiglu_impl: signature") for problem in result.wiring)
+
+
+def test_a_deviation_must_be_there_and_stated() -> None:
+    """Where both trees give the same, a stated one is a failure; an input that is overwritten always is."""
+    from scripts.workers import parity_compare
+
+    stated, same = (
+        next(c for c in cases.cross_entropy(dtype) if c.entry.startswith("fused") and c.name == "[6, 2, 48]")
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert set(stated.deviates) == {"logits", "d logits"}
+    assert not same.deviates
+
+    def rows(case: cases.Case, theirs: list[str], ours: list[str]) -> list[str]:
+        plain = {"dtype": cases.short(case.dtype), "shape": [6, 2, 48], "contiguous": True}
+        out = {**plain, "dtype": "fp32", "shape": [6, 2], "owns storage": True}
+        properties = {"out": out, "d logits": {**plain, "owns storage": True}}
+        tensors = {"out": torch.zeros((6, 2)), "d logits": torch.zeros((6, 2, 48), dtype=case.dtype)}
+        result = {"tensors": tensors, "properties": properties, "error": None}
+        truths = parity_compare._truth(case, result)
+        result["tensors"] = {name: truths[name].detach().to(t.dtype) for name, t in tensors.items()}
+        entries = {case.entry: {"kernel": 1, "off": 0, "upstream": {}}}
+        counters = {"launches": dict(case.kernels), "entries": entries}
+        found: list[str] = parity_compare._compare(
+            case,
+            {**result, "overwritten": theirs},
+            {**result, "overwritten": ours, "counters": counters},
+        )["problems"]
+        return found
+
+    assert rows(same, [], []) == []
+    assert rows(same, ["logits"], []) == ["upstream overwrites logits, which is not stated"]
+    assert rows(same, [], ["logits"]) == ["logits is overwritten"]
+    (problem,) = rows(stated, ["logits"], [])
+    assert problem.startswith("d logits: upstream is not off any more")
+    assert "upstream does not overwrite logits any more" in rows(stated, [], [])

@@ -68,7 +68,7 @@ print(counters()["swiglu"]["entries"]["bias_swiglu_impl"])
     ):
         done = python(code=code.format(missing=missing), TRITON_INTERPRET=interpret)
         assert f"{{'kernel': 0, 'off': 0, 'upstream': {{{reason!r}: 1}}}}" in done.stdout
-        assert f": swiglu upstream ({reason}) | torch " in done.stdout
+        assert f"swiglu upstream ({reason})" in done.stdout.partition(" | torch ")[0]
         assert done.stderr.count(f"swiglu: bias_swiglu_impl runs upstream's code: {reason}") == 1
 
 

@@ -62,18 +62,48 @@ def test_strict(settings: ModuleType, value: str, strict: bool) -> None:
     assert settings.read({"LIGER_MEGATRON_STRICT": value}).strict is strict
 
 
-@pytest.mark.parametrize(("value", "ops"), [("", set()), ("0", set()), ("swiglu", {"swiglu"})])
+@pytest.mark.parametrize(
+    ("value", "ops"),
+    [
+        ("", set()),
+        ("0", set()),
+        ("swiglu", {"swiglu"}),
+        ("swiglu,cross_entropy", {"swiglu", "cross_entropy"}),
+    ],
+)
 def test_in_place(settings: ModuleType, value: str, ops: set[str]) -> None:
     assert settings.read({"LIGER_MEGATRON_IN_PLACE": value}).in_place == ops
+
+
+@pytest.mark.parametrize(("value", "check"), [("", False), ("0", False), ("1", True)])
+def test_check_labels(settings: ModuleType, value: str, check: bool) -> None:
+    assert settings.read({"LIGER_MEGATRON_CHECK_LABELS": value}).check_labels is check
+
+
+@pytest.mark.parametrize(
+    ("value", "scope"), [("", "global"), ("global", "global"), (" partition ", "partition")]
+)
+def test_label_smoothing(settings: ModuleType, value: str, scope: str) -> None:
+    assert settings.read({"LIGER_MEGATRON_LABEL_SMOOTHING": value}).label_smoothing == scope
+
+
+@pytest.mark.parametrize("value", ["0", "1", "Partition", "shard", "global,partition"])
+def test_wrong_label_smoothing(settings: ModuleType, value: str) -> None:
+    with pytest.raises(settings.SettingsError) as error:
+        settings.read({"LIGER_MEGATRON_LABEL_SMOOTHING": value})
+    for part in (f"LIGER_MEGATRON_LABEL_SMOOTHING={value!r}", "global (", "partition ("):
+        assert part in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("LIGER_MEGATRON_CHECK_LABELS", "yes"),
+        ("LIGER_MEGATRON_CHECK_LABELS", "cross_entropy"),
         ("LIGER_MEGATRON_STRICT", "yes"),
         ("LIGER_MEGATRON_STRICT", "2"),
         ("LIGER_MEGATRON_IN_PLACE", "1"),
-        ("LIGER_MEGATRON_IN_PLACE", "norms"),
+        ("LIGER_MEGATRON_IN_PLACE", "linear"),
         ("LIGER_MEGATRON_IN_PLACE", "-swiglu"),
     ],
 )
@@ -127,5 +157,5 @@ assert SETTINGS.strict and SETTINGS.in_place == {"swiglu"}, SETTINGS
     assert (
         done.stderr.count("no such setting: LIGER_MEGATRON_INPLACE; the settings are LIGER_MEGATRON, ") == 1
     )
-    assert ": swiglu off by LIGER_MEGATRON | torch" in done.stdout
+    assert "swiglu off by LIGER_MEGATRON" in done.stdout.partition(" | torch ")[0]
     assert "bias_swiglu_impl 1 off by LIGER_MEGATRON" in done.stdout

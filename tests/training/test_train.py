@@ -42,7 +42,9 @@ def test_both_trees_learn_alike_on_two_data_parallel_ranks(
         "checkpoint pristine -> overlaid",
         "checkpoint overlaid -> pristine",
     } <= names
-    assert "bias_swiglu_impl" in "\n".join(result.table)
+    text = "\n".join(result.table)
+    for entry in ("bias_swiglu_impl", "vocab_parallel_cross_entropy", "fused_vocab_parallel_cross_entropy"):
+        assert f"\n{entry} " in text
 
 
 def test_both_trees_learn_alike_on_two_tensor_parallel_ranks_in_place(
@@ -50,8 +52,13 @@ def test_both_trees_learn_alike_on_two_tensor_parallel_ranks_in_place(
 ) -> None:
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    options = _options(device, ranks=2, tp=2, in_place=True)
-    assert _failed(train.train(pristine_tree, overlaid_tree, OPS, tmp_path, options)) == set()
+    options = _options(device, ranks=2, tp=2, in_place=True, sequence_parallel=True)
+    result = train.train(pristine_tree, overlaid_tree, OPS, tmp_path, options)
+    assert _failed(result) == set()
+    checks = {check.name: check.detail for check in result.checks}
+    assert "collectives of cross_entropy" in checks
+    assert checks["norm slots"] == "5 of 5 ours"
+    assert checks["norms' gradients on all ranks, unfused"] == "the same bits"
 
 
 def _changed(tree: Path, folder: Path, file: Path, old: str, new: str) -> Path:
@@ -71,7 +78,7 @@ def test_a_tail_that_was_not_applied_fails(
     shutil.copytree(overlaid_tree, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copyfile(pristine_tree / FUSION, copy / FUSION)
     failed = _failed(train.train(pristine_tree, copy, OPS, tmp_path / "work", _options(device)))
-    assert {"launches of swiglu", "function behind bias_swiglu_impl", "the job's own line"} <= failed
+    assert {"launches of swiglu", "code behind bias_swiglu_impl", "the job's own line"} <= failed
 
 
 def test_a_kernel_that_stores_nothing_fails(
@@ -91,6 +98,34 @@ def test_a_gradient_of_the_wrong_sign_fails(
     failed = _failed(train.train(pristine_tree, tree, OPS, tmp_path / "work", _options(device)))
     assert {"gradients", "losses"} <= failed
     assert "launches of swiglu" not in failed
+
+
+def test_a_loss_without_its_target_fails(
+    pristine_tree: Path, overlaid_tree: Path, tmp_path: Path, device: torch.device
+) -> None:
+    """The loss itself is right, and its gradient is the softmax alone."""
+    right = (
+        "return tl.where(o == b_local[None, :, None, None], b_dx - b_at_target[None, :, None, None], b_dx)"
+    )
+    file = Path("megatron/core/liger/kernels/cross_entropy.py")
+    tree = _changed(overlaid_tree, tmp_path, file, right, "return b_dx")
+    failed = _failed(train.train(pristine_tree, tree, OPS, tmp_path / "work", _options(device)))
+    assert {"gradients", "losses"} <= failed
+    assert "launches of cross_entropy" not in failed
+
+
+def test_norms_that_are_not_marked_for_sequence_parallelism_fail(
+    pristine_tree: Path, overlaid_tree: Path, tmp_path: Path, device: torch.device
+) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    file = Path("megatron/core/liger/norms.py")
+    right = "parameter.sequence_parallel = self.sequence_parallel"
+    tree = _changed(overlaid_tree, tmp_path, file, right, "parameter.sequence_parallel = False")
+    options = _options(device, ranks=2, tp=2, sequence_parallel=True)
+    failed = _failed(train.train(pristine_tree, tree, OPS, tmp_path / "work", options))
+    assert {"gradients", "norms' gradients on all ranks, unfused"} <= failed
+    assert "norm slots" not in failed
 
 
 def _arguments(*argv: str) -> argparse.Namespace:
@@ -117,7 +152,6 @@ def test_arguments_that_do_not_fit_are_refused(argv: list[str], found: str) -> N
 
 
 def test_sequence_parallelism_is_refused_while_the_norms_are_upstreams() -> None:
-    if "norms" in OPS:
-        pytest.skip("the overlay has norms")
+    arguments = ("--ops", "swiglu", "--device", "cpu", "--tp", "2", "--sequence-parallel")
     with pytest.raises(UsageError, match="upstream's local norms refuse"):
-        train.run(_arguments("megatron==0.16.1", "--device", "cpu", "--tp", "2", "--sequence-parallel"))
+        train.run(_arguments("megatron==0.16.1", *arguments))

@@ -8,7 +8,10 @@ environment variables, and neither imports Triton nor touches a device.
 from __future__ import annotations
 
 from . import job
+from .cross_entropy import LigerMegatronCrossEntropy
 from .dispatch import FallbackError, counters, reset_counters
+from .norms import LigerMegatronRMSNorm
+from .ranks import RankError
 from .report import report
 from .settings import SettingsError
 from .swiglu import LigerMegatronSwiGLU
@@ -17,7 +20,10 @@ from .version import OVERLAY_VERSION
 __all__ = [
     "OVERLAY_VERSION",
     "FallbackError",
+    "LigerMegatronCrossEntropy",
+    "LigerMegatronRMSNorm",
     "LigerMegatronSwiGLU",
+    "RankError",
     "SettingsError",
     "counters",
     "report",

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -103,22 +103,33 @@ class Op:
         name: as in the settings.
         kernel: module under ``kernels`` and the function in it, ``"module.function"``.
         launches: how the names of its launches begin.
+        device_counts: gives what the kernels count on the device, by name; called with whether to wait for
+            it, and without waiting None stands for a count that the device has not finished.
     """
 
-    def __init__(self, name: str, kernel: str, launches: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        name: str,
+        kernel: str,
+        launches: tuple[str, ...],
+        device_counts: Callable[[bool], Mapping[str, int | None]] = lambda wait: {},
+    ) -> None:
         self.name = name
         self.enabled = name in SETTINGS.enabled
         self.in_place = name in SETTINGS.in_place
         self.launches = launches
+        self.device_counts = device_counts
         self.entries: dict[str, Entry] = {}
         self._kernel = kernel
         OPS[name] = self
 
-    def load(self) -> Callable[..., Any]:
-        """The kernel's function. Imports Triton: for platforms that have no reason against it."""
+    def load(self, other: str | None = None) -> Callable[..., Any]:
+        """The kernel's function, or another one of its module. Imports Triton: for platforms that have no
+        reason against it.
+        """
         module, name = self._kernel.rsplit(".", 1)
         function: Callable[..., Any] = getattr(
-            importlib.import_module(f".kernels.{module}", __package__), name
+            importlib.import_module(f".kernels.{module}", __package__), other or name
         )
         return function
 
@@ -158,6 +169,14 @@ class Entry:
         """
         if job_pending:
             _first_call(self, reason, tensor)
+        self.declined(reason)
+
+    def declined(self, reason: str) -> None:
+        """The same for a class that is left to upstream as it is built: nothing says yet where the job runs.
+
+        Raises:
+            FallbackError: ``LIGER_MEGATRON_STRICT=1``.
+        """
         if SETTINGS.strict:
             raise FallbackError(
                 f"{self.op.name}: {self.name} would run upstream's code ({reason}); {STRICT}=1 forbids that. "
@@ -202,9 +221,14 @@ def _first_call(entry: Entry, reason: str | None, tensor: torch.Tensor | None) -
     job.announce(entry, reason, tensor)
 
 
+def kernel_module(name: str) -> Any:
+    """The module of that name under ``kernels`` if it has been loaded, else None. Imports nothing."""
+    return sys.modules.get(f"{__package__}.kernels.{name}")
+
+
 def launches() -> dict[str, int]:
     """Kernel launches by name, for all ops; empty before the first kernel was loaded."""
-    module = sys.modules.get(f"{__package__}.kernels.launches")
+    module = kernel_module("launches")
     return dict(module.LAUNCHES) if module else {}
 
 
@@ -212,11 +236,13 @@ def counters() -> dict[str, dict[str, Any]]:
     """How often each op ran, and where. Reads Python numbers only: no device is touched.
 
     Returns:
-        ``{op: {"entries": {name: {"kernel": n, "off": n, "upstream": {reason: n}}}, "launches": {name: n}}}``
-        with the calls that the kernel served (one without elements launches nothing), the calls of an op that
-        is switched off, the fallbacks, and the kernels launched, backward included.
+        ``{op: {"entries": {name: {"kernel": n, "off": n, "upstream": {reason: n}}}, "launches": {name: n},
+        "collectives": n}}`` with the calls that the kernel served (one without elements launches nothing),
+        the calls of an op that is switched off, the fallbacks, the kernels launched, backward included, and
+        the collectives between ranks.
     """
     launched = launches()
+    module = kernel_module("launches")
     return {
         op.name: {
             "entries": {
@@ -224,17 +250,19 @@ def counters() -> dict[str, dict[str, Any]]:
                 for entry in op.entries.values()
             },
             "launches": {name: n for name, n in sorted(launched.items()) if name.startswith(op.launches)},
+            "collectives": module.COLLECTIVES[op.name] if module else 0,
         }
         for op in OPS.values()
     }
 
 
 def reset_counters() -> None:
-    """Set every count to zero, launches included. What was logged once stays logged."""
+    """Set every count to zero, launches included; those on a device stay. What was logged stays logged."""
     for op in OPS.values():
         for entry in op.entries.values():
             entry.kernel = entry.off = 0
             entry.upstream.clear()
-    module = sys.modules.get(f"{__package__}.kernels.launches")
+    module = kernel_module("launches")
     if module:
         module.LAUNCHES.clear()
+        module.COLLECTIVES.clear()

@@ -62,9 +62,13 @@ def announce(entry: dispatch.Entry, reason: str | None, tensor: Any) -> None:
         device = tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu"
         platform = dispatch.platform()
         ops = []
+        files = installed.files()
         for op in dispatch.OPS.values():
             why = reason if op is entry.op else platform.unusable(device)
-            if not op.enabled:
+            state = installed.op_state(op.name, files) if files else installed.INSTALLED
+            if op is not entry.op and state == installed.NOT_INSTALLED:
+                ops.append(f"{op.name} {state}")
+            elif not op.enabled:
                 ops.append(f"{op.name} {dispatch.OFF}")
             else:
                 ops.append(f"{op.name} upstream ({why})" if why else f"{op.name} kernel")
@@ -93,8 +97,21 @@ def summary() -> str:
                 calls.append(f"{entry} {' + '.join(runs)}")
         launched = [f"{kernel} {count}" for kernel, count in op["launches"].items()]
         text = ", ".join(calls) if calls else "never called"
-        parts.append(f"{name}: {text}" + (f", launches {', '.join(launched)}" if launched else ""))
+        text += f", launches {', '.join(launched)}" if launched else ""
+        text += f", collectives {op['collectives']}" if op["collectives"] else ""
+        for what, count in _device_counts(name).items():
+            text += f", {what} {'not read (the device is busy)' if count is None else count}"
+        parts.append(f"{name}: {text}")
     return "; ".join(parts)
+
+
+def _device_counts(op: str) -> dict[str, int | None]:
+    """Counts on the device that are not zero; none where it can no longer be asked. Does not wait for it."""
+    try:
+        found = dispatch.OPS[op].device_counts(False)
+    except Exception:
+        return {}
+    return {what: count for what, count in found.items() if count != 0}
 
 
 def _at_exit() -> None:

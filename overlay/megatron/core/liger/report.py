@@ -96,9 +96,10 @@ def report(script: str | os.PathLike[str] | None = None) -> dict[str, Any]:
 
     Returns:
         ``overlay``, ``commit``, ``release``, ``files_as_in``, ``core``, ``python``, ``torch``, ``triton``,
-        ``device``, ``strict``; ``ops``: for each ``installed``, ``enabled``, ``in_place``, ``usable``,
-        ``why_not``, ``used`` (calls on the kernel) and its counters; ``files``: each file of the record, with
-        its hashes; ``script``: None without one; ``problems``: texts, none when all is well.
+        ``device``, ``strict``, ``check_labels``, ``label_smoothing``; ``ops``: for each ``installed``,
+        ``enabled``, ``in_place``, ``usable``, ``why_not``, ``used`` (calls on the kernel), its counters and
+        ``device_counts`` (waits for the device to read them); ``files``: each file of the record, with its
+        hashes; ``script``: None without one; ``problems``: texts, none when all is well.
 
     Raises:
         FileNotFoundError: there is no such script.
@@ -118,6 +119,7 @@ def report(script: str | os.PathLike[str] | None = None) -> dict[str, Any]:
             "why_not": why_not,
             "used": sum(entry["kernel"] for entry in entries),
             **counts[name],
+            "device_counts": dict(dispatch.OPS[name].device_counts(True)),
         }
     data: dict[str, Any] = {
         "overlay": OVERLAY_VERSION,
@@ -130,6 +132,8 @@ def report(script: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         "triton": dispatch.platform().triton,
         "device": _device(),
         "strict": SETTINGS.strict,
+        "check_labels": SETTINGS.check_labels,
+        "label_smoothing": SETTINGS.label_smoothing,
         "ops": ops,
         "files": table,
         "script": None if script is None else _script(Path(script)),

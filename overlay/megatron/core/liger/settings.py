@@ -11,16 +11,21 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-OPS = ("swiglu",)
+OPS = ("swiglu", "cross_entropy", "norms")
 """Every op this overlay has; ``default`` in ``LIGER_MEGATRON`` stands for all of them."""
 
-IN_PLACE_OPS = ("swiglu",)
+IN_PLACE_OPS = ("swiglu", "cross_entropy")
 """The ops that can write the gradient over the saved activation."""
 
 SWITCH = "LIGER_MEGATRON"
 STRICT = "LIGER_MEGATRON_STRICT"
 IN_PLACE = "LIGER_MEGATRON_IN_PLACE"
-VARIABLES = (SWITCH, STRICT, IN_PLACE)
+CHECK_LABELS = "LIGER_MEGATRON_CHECK_LABELS"
+LABEL_SMOOTHING = "LIGER_MEGATRON_LABEL_SMOOTHING"
+VARIABLES = (SWITCH, STRICT, IN_PLACE, CHECK_LABELS, LABEL_SMOOTHING)
+
+LABEL_SMOOTHING_SCOPES = ("global", "partition")
+"""Over which part of the vocabulary label smoothing spreads; the first is the default."""
 
 logger = logging.getLogger("megatron.core.liger")
 
@@ -35,11 +40,15 @@ class Settings:
 
     ``enabled``: ops that run on the kernel where they can. ``strict``: a fallback of an enabled op is an
     error. ``in_place``: ops whose backward reuses the saved activation's memory for the gradient.
+    ``check_labels``: wait for the device at each loss and refuse labels beyond the vocabulary.
+    ``label_smoothing``: one of :data:`LABEL_SMOOTHING_SCOPES`.
     """
 
     enabled: frozenset[str]
     strict: bool
     in_place: frozenset[str]
+    check_labels: bool
+    label_smoothing: str
 
 
 def _items(name: str, value: str, allowed: tuple[str, ...], right: str) -> list[str]:
@@ -70,12 +79,19 @@ def _enabled(value: str) -> frozenset[str]:
     return frozenset(enabled - {item[1:] for item in items if item.startswith("-")})
 
 
-def _strict(value: str) -> bool:
+def _flag(name: str, value: str, off: str, on: str) -> bool:
     if value not in ("", "0", "1"):
-        raise SettingsError(
-            f"{STRICT}={value!r}: right are 0 (fall back and log it) and 1 (a fallback is an error)"
-        )
+        raise SettingsError(f"{name}={value!r}: right are 0 ({off}) and 1 ({on})")
     return value == "1"
+
+
+def _scope(value: str) -> str:
+    if value not in ("", *LABEL_SMOOTHING_SCOPES):
+        raise SettingsError(
+            f"{LABEL_SMOOTHING}={value!r}: right are global (over the whole vocabulary, the same loss on all "
+            "ranks) and partition (over each rank's own part, as upstream)"
+        )
+    return value or LABEL_SMOOTHING_SCOPES[0]
 
 
 def _in_place(value: str) -> frozenset[str]:
@@ -95,7 +111,13 @@ def read(environ: Mapping[str, str]) -> Settings:
     def value(name: str) -> str:
         return environ.get(name, "").strip()
 
-    return Settings(_enabled(value(SWITCH)), _strict(value(STRICT)), _in_place(value(IN_PLACE)))
+    return Settings(
+        enabled=_enabled(value(SWITCH)),
+        strict=_flag(STRICT, value(STRICT), "fall back and log it", "a fallback is an error"),
+        in_place=_in_place(value(IN_PLACE)),
+        check_labels=_flag(CHECK_LABELS, value(CHECK_LABELS), "count wrong ones", "refuse them"),
+        label_smoothing=_scope(value(LABEL_SMOOTHING)),
+    )
 
 
 def unknown(environ: Mapping[str, str]) -> list[str]:

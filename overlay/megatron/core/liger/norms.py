@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="misc,no-untyped-call"
+"""RMSNorm and LayerNorm: what the taken-over classes build, and which calls of it the kernels serve.
+
+One decision, :func:`unserved`, made from types, dtypes, shapes, devices and settings, never from values. What
+no kernel serves runs the forward of the torch class that a norm derives from.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .dispatch import Op, platform
+
+OP = Op("norms", kernel="norms.rms_norm", launches=("norm_",))
+_MODULE = OP.entry("LigerMegatronRMSNorm")
+
+NOT_PLAIN = "an argument that is no plain tensor"
+AUTOCAST = "under autocast"
+DTYPE = "a dtype other than bfloat16, float16 and float32"
+MIXED = "LayerNorm with input and parameters of different dtypes"
+DIMENSIONS = "normalization over other than one dimension"
+WIDTH = "input whose last dimension is not the norm's size, or zero"
+SHAPE = "parameters of a shape other than the norm's"
+DEVICES = "tensors on different devices"
+NO_EPS = "no eps"
+DERIVED = "a class derived from it"
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+# Torch before 2.4 has no RMSNorm; nothing is built there.
+_TorchRMSNorm: Any = getattr(nn, "RMSNorm", nn.LayerNorm)
+
+
+def unserved(norm: _Norm, x: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+    """Why no kernel serves a call, as a short fixed text, or None when one does.
+
+    Args:
+        norm: which is called; its ``bias`` is given apart, None for RMSNorm.
+        x: the input.
+    """
+    weight, shape = norm.weight, norm.normalized_shape
+    if type(x) not in _PLAIN or type(weight) not in _PLAIN:
+        return NOT_PLAIN
+    device = x.device
+    if (reason := platform().unusable(device.type)) is not None:
+        return reason
+    if torch.is_autocast_enabled(device.type):
+        return AUTOCAST
+    if x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
+        return DTYPE
+    if len(shape) != 1:
+        return DIMENSIONS
+    if not x.dim() or not x.size(-1) or x.size(-1) != shape[0]:
+        return WIDTH
+    if weight.shape != shape:
+        return SHAPE
+    if weight.device != device:
+        return DEVICES
+    if norm.eps is None:
+        return NO_EPS
+    if weight.dtype != x.dtype and isinstance(norm, nn.LayerNorm):
+        return MIXED
+    if bias is not None:
+        if type(bias) not in _PLAIN:
+            return NOT_PLAIN
+        if bias.dtype != x.dtype:
+            return MIXED
+        if bias.shape != shape:
+            return SHAPE
+        if bias.device != device:
+            return DEVICES
+    return None
+
+
+class _Norm(nn.Module):
+    """What both norms add to the torch class that each derives from: kernels, and marks on the parameters.
+
+    Args:
+        hidden_size: the size of the last dimension (torch's ``normalized_shape``).
+        eps: added to the mean of the squares.
+        zero_centered_gamma: the factor is ``1 + weight``, and weights begin at 0.
+        sequence_parallel: what each parameter's ``sequence_parallel`` says; where it is True, Megatron-Core
+            sums the gradients over the tensor-parallel ranks.
+        built_by: the entry that counts the calls.
+    """
+
+    weight: nn.Parameter
+    normalized_shape: tuple[int, ...]
+    eps: Any  # None in RMSNorm: that of the input's dtype
+    zero_centered_gamma = False
+    sequence_parallel = False
+    returns_residual = False  # later releases ask whether a norm gives the residual too
+
+    def __init__(
+        self,
+        hidden_size: int | Sequence[int],
+        eps: float | None = 1e-5,
+        *,
+        zero_centered_gamma: bool = False,
+        sequence_parallel: bool = False,
+        built_by: str,
+    ) -> None:
+        self.zero_centered_gamma = zero_centered_gamma
+        self.sequence_parallel = sequence_parallel
+        self.built_by = built_by
+        super().__init__(hidden_size, eps=eps)  # the torch class's, which resets the parameters
+
+    def reset_parameters(self) -> None:
+        """Set weights to one, or to zero where they are zero-centred, and biases to zero."""
+        super().reset_parameters()
+        if self.zero_centered_gamma:
+            nn.init.zeros_(self.weight)
+        self._mark()
+
+    def _mark(self) -> None:
+        for parameter in self.parameters(recurse=False):
+            if not hasattr(parameter, "sequence_parallel"):
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def _apply(self, *args: Any, **named: Any) -> Any:
+        result = super()._apply(*args, **named)
+        self._mark()  # a move off the meta device makes new parameters
+        return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()  # copies of parameters lose their attributes
+
+    def _forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        entry = OP.entry(self.built_by)
+        if torch.compiler.is_compiling():
+            if OP.enabled:
+                entry.traced()
+        elif not OP.enabled:
+            entry.skipped(x)
+        else:
+            reason = unserved(self, x, bias)
+            if reason is None:
+                entry.served(x)
+                return self._kernel(x)
+            entry.fell_back(reason, x)
+        return self._torch(x)
+
+    def _kernel(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _torch(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+_rms_norm: Callable[..., torch.Tensor] | None = None
+_layer_norm: Callable[..., torch.Tensor] | None = None
+
+
+class RMSNorm(_Norm, _TorchRMSNorm):
+    """``torch.nn.RMSNorm`` on the kernels, with zero-centred weights and sequence parallelism."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension.
+
+        Args:
+            x: ``[..., H]``; bfloat16, float16 or float32 for the kernel, any strides.
+
+        Returns:
+            ``[..., H]``, in the dtype that ``torch.nn.RMSNorm`` gives.
+
+        Raises:
+            FallbackError: the kernel does not serve it, and ``LIGER_MEGATRON_STRICT=1``.
+            RuntimeError: ``torch.nn.RMSNorm`` does not serve it either.
+        """
+        return self._forward(x, None)
+
+    def _kernel(self, x: torch.Tensor) -> torch.Tensor:
+        global _rms_norm
+        if _rms_norm is None:
+            _rms_norm = OP.load()
+        return _rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered_gamma)
+
+    def _torch(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+class LayerNorm(_Norm, nn.LayerNorm):
+    """``torch.nn.LayerNorm`` on the kernels, with zero-centred weights and sequence parallelism."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(x - mean(x)) / sqrt(var(x) + eps) · weight + bias`` over the last dimension.
+
+        Args:
+            x: ``[..., H]``; bfloat16, float16 or float32 for the kernel, any strides.
+
+        Returns:
+            ``[..., H]``, in the dtype that ``torch.nn.LayerNorm`` gives.
+
+        Raises:
+            FallbackError: the kernel does not serve it, and ``LIGER_MEGATRON_STRICT=1``.
+            RuntimeError: ``torch.nn.LayerNorm`` does not serve it either.
+        """
+        return self._forward(x, self.bias)
+
+    def _kernel(self, x: torch.Tensor) -> torch.Tensor:
+        global _layer_norm
+        if _layer_norm is None:
+            _layer_norm = OP.load("layer_norm")
+        return _layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered_gamma)
+
+    def _torch(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+        return F.layer_norm(x, self.normalized_shape, weight, self.bias, self.eps)
+
+
+class LigerMegatronRMSNorm(RMSNorm):
+    """RMSNorm for a hand-built spec, with the constructor of Megatron-Core's norms.
+
+    Args:
+        config: a ``TransformerConfig``, or an object with some of its attributes. Read are ``normalization``,
+            ``layernorm_zero_centered_gamma`` and ``sequence_parallel``.
+        hidden_size: the size of the last dimension.
+        eps: added to the mean of the squares.
+        persist_layer_norm: accepted, and not read.
+        zero_centered_gamma: the factor is ``1 + weight``; ``config`` may ask for it, too.
+        normalization: accepted, and not read.
+
+    Raises:
+        ValueError: ``config`` describes another norm.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        hidden_size: int | Sequence[int],
+        eps: float = 1e-5,
+        persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False,
+        normalization: str = "RMSNorm",
+    ) -> None:
+        if (found := getattr(config, "normalization", "RMSNorm")) != "RMSNorm":
+            raise ValueError(f"LigerMegatronRMSNorm is RMSNorm, but config.normalization is {found!r}")
+        super().__init__(
+            hidden_size,
+            eps,
+            zero_centered_gamma=bool(
+                zero_centered_gamma or getattr(config, "layernorm_zero_centered_gamma", False)
+            ),
+            sequence_parallel=bool(getattr(config, "sequence_parallel", False)),
+            built_by=_MODULE.name,
+        )
+        self.config = config
+        self.hidden_size = torch.Size(self.normalized_shape)
+
+
+class TakenOver:
+    """What the ``__new__`` of a taken-over class asks: a norm of ours, or an instance of upstream's class.
+
+    Args:
+        upstream: the release's own class, whose signature says which options there are.
+    """
+
+    # Upstream does not read these: config has the word.
+    NOT_READ = ("persist_layer_norm", "zero_centered_gamma", "normalization")
+
+    def __init__(self, upstream: type[Any]) -> None:
+        self.entry = OP.entry(upstream.__name__)
+        self.upstream = upstream
+        self.signature = inspect.signature(upstream)
+        self.is_module = issubclass(upstream, nn.Module)
+
+    def __call__(self, cls: type[Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """What ``cls.__new__(cls, *arguments, **named)`` gives.
+
+        Raises:
+            FallbackError: upstream's class has to serve, and ``LIGER_MEGATRON_STRICT=1``.
+            Exception: what upstream's class raises, where it has to serve.
+        """
+        norm = self._ours(cls, arguments, named)
+        if norm is not None:
+            return norm
+        new: Any = self.upstream.__new__
+        return new(cls) if new is object.__new__ else new(cls, *arguments, **named)
+
+    def _ours(self, cls: type[Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        try:
+            bound = self.signature.bind(*arguments, **named)
+        except TypeError:
+            return None  # upstream says it in its own words; copies of its instances come without arguments
+        bound.apply_defaults()
+        given = bound.arguments
+        config, hidden_size, eps = (given.pop(name) for name in ("config", "hidden_size", "eps"))
+        build = _KINDS.get(config.normalization)
+        if build is None:
+            return None  # upstream has the error
+        if not OP.enabled:
+            self.entry.off += 1
+            return None
+        reason = platform().reason
+        if self.is_module and self.upstream not in cls.__bases__:
+            reason = DERIVED
+        later = [name for name in given if name not in self.NOT_READ and given[name] is not None]
+        if reason is None and later:
+            reason = later[0]
+        if reason is not None:
+            self.entry.declined(reason)
+            return None
+        norm = build(config, hidden_size, eps, self.entry.name)
+        if self.is_module and isinstance(norm, _Norm):
+            vars(norm).update(config=config, hidden_size=torch.Size(norm.normalized_shape))
+        return norm
+
+
+def _build(kind: type[_Norm]) -> Callable[..., Any]:
+    def build(config: Any, hidden_size: int | Sequence[int], eps: float, built_by: str) -> _Norm:
+        return kind(
+            hidden_size,
+            eps,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            sequence_parallel=config.sequence_parallel,
+            built_by=built_by,
+        )
+
+    return build
+
+
+def _l2_norm(config: Any, hidden_size: int, eps: float, built_by: str) -> nn.Module:
+    """Upstream's own, without weights: the class that its ``WrappedTorchNorm`` names is not in torch."""
+    from megatron.core.transformer.torch_norm import L2Norm
+
+    norm: nn.Module = L2Norm(hidden_size, eps)
+    return norm
+
+
+_KINDS: dict[str, Callable[..., Any]] = {
+    "RMSNorm": _build(RMSNorm),
+    "LayerNorm": _build(LayerNorm),
+    "L2Norm": _l2_norm,
+}

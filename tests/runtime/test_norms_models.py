@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norms in models of upstream's local specs: through every name, in every place, on one and two ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .conftest import Python
+
+PROGRAM = Path(__file__).with_name("norms_rank.py")
+
+# Upstream's modules that keep a name of their own for the norm's class, and those names.
+HOLDERS = {
+    "megatron.core.models.backends": "LNImpl",
+    "megatron.core.models.gpt.gpt_layer_specs": "LNImpl",
+    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "LNImpl",
+    "megatron.core.models.multimodal.llava_spec": "LNImpl",
+    "megatron.core.models.T5.t5_spec": "LNImpl",
+    "megatron.core.models.vision.vit_layer_specs": "LNImpl",
+    "megatron.core.models.bert.bert_layer_specs": "LNImpl",
+    "megatron.core.transformer.transformer_block": "LayerNormImpl",
+    "megatron.core.transformer.torch_layer_norm": "WrappedTorchLayerNorm",
+    "megatron.core.models.bert.bert_lm_head": "LNImpl",
+}
+
+ROUTES = f"""
+import importlib
+from types import SimpleNamespace
+HOLDERS = {HOLDERS!r}
+classes = {{}}
+for module, name in HOLDERS.items():
+    classes[module] = getattr(importlib.import_module(module), name)
+    print("route", module, classes[module].__name__)
+backends = importlib.import_module("megatron.core.models.backends")
+classes["first"] = backends.LocalSpecProvider().layer_norm()
+classes["rms"] = backends.LocalSpecProvider().layer_norm(rms_norm=True, for_qk=True)
+classes["then"] = backends.LocalSpecProvider().layer_norm()
+for holder, cls in classes.items():
+    for normalization in ("RMSNorm", "LayerNorm", "RMSNorm"):
+        config = SimpleNamespace(normalization=normalization, sequence_parallel=True, persist_layer_norm=True,
+                                 layernorm_zero_centered_gamma=True, memory_efficient_layer_norm=True)
+        norm = cls(config=config, hidden_size=8, eps=1e-5)
+        assert type(norm).__module__ == "megatron.core.liger.norms", (holder, type(norm))
+        assert type(norm).__name__ == normalization, (holder, type(norm))
+        assert all(parameter.sequence_parallel is True for parameter in norm.parameters()), holder
+        assert norm.weight.tolist() == [0.0] * 8, holder
+from megatron.core.models.bert.bert_lm_head import BertLMHead
+from megatron.core.transformer import TransformerConfig
+head = BertLMHead(8, TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
+                                       persist_layer_norm=True, normalization="RMSNorm"))
+assert type(head.layer_norm).__module__ == "megatron.core.liger.norms"
+print("done")
+"""
+
+
+@pytest.mark.parametrize("apex", ["none", "without kernels", "whole"])
+def test_every_name(python: Python, overlaid_tree: Path, tmp_path: Path, apex: str) -> None:
+    """Whatever of Apex there is, and although upstream rebinds one of the names as it goes."""
+    if apex != "none":
+        (tmp_path / "apex/normalization").mkdir(parents=True)
+        (tmp_path / "apex/__init__.py").touch()
+    if apex == "whole":
+        kernels = tmp_path / "apex/normalization/fused_layer_norm.py"
+        kernels.write_text("class FusedLayerNormAffineFunction: ...\n", encoding="utf-8")
+        (tmp_path / "apex/normalization/__init__.py").touch()
+    done = python(code=ROUTES, PYTHONPATH=f"{overlaid_tree}{os.pathsep}{tmp_path}")
+    assert done.stdout.splitlines()[-2 if "at exit" in done.stdout else -1] == "done"
+    found = dict(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("route "))
+    wanted = dict.fromkeys(HOLDERS, "WrappedTorchNorm" if apex == "none" else "FusedLayerNorm")
+    wanted["megatron.core.transformer.torch_layer_norm"] = "WrappedTorchNorm"
+    wanted["megatron.core.models.bert.bert_lm_head"] = (
+        "FusedLayerNorm" if apex == "whole" else "WrappedTorchNorm"
+    )
+    assert found == wanted
+
+
+OFF = """
+from types import SimpleNamespace
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+def config(sequence_parallel):
+    return SimpleNamespace(normalization="LayerNorm", sequence_parallel=sequence_parallel,
+        persist_layer_norm=False, layernorm_zero_centered_gamma=False, memory_efficient_layer_norm=False)
+print(type(WrappedTorchNorm(config(False), 8)))
+for make in (lambda: WrappedTorchNorm(config(True), 8), lambda: FusedLayerNorm(config(False), 8)):
+    try:
+        make()
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_switched_off(python: Python) -> None:
+    printed = python(code=OFF, LIGER_MEGATRON="-norms").stdout.splitlines()
+    assert printed[:3] == [
+        "<class 'torch.nn.modules.normalization.LayerNorm'>",
+        "AssertionError sequence parallel not supported by torch LayerNorm",
+        "ValueError Apex must be installed to use FusedLayerNorm.",
+    ]
+
+
+def run_ranks(
+    folder: Path, tree: Path, ranks: int, plan: dict[str, dict[str, Any]]
+) -> list[dict[str, dict[str, Any]]]:
+    """What ``norms_rank.py`` found on each rank."""
+    folder.mkdir()
+    torch.save(plan, folder / "plan")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LIGER_")}
+    kept |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(tree)}
+    if torch.cuda.device_count() < ranks:
+        kept |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    kept["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    processes = []
+    for rank in range(ranks):
+        with (folder / f"log{rank}").open("w") as log:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-W", "ignore", str(PROGRAM), str(rank), str(ranks), str(folder)],
+                    env={**kept, "LOCAL_RANK": str(rank)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    deadline = time.monotonic() + 170
+    try:
+        for rank, process in enumerate(processes):
+            code = process.wait(max(deadline - time.monotonic(), 1))
+            assert code == 0, (folder / f"log{rank}").read_text()[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [torch.load(folder / f"result{rank}") for rank in range(ranks)]
+
+
+RMS = {"mla": False, "normalization": "RMSNorm"}
+LAYER = {"mla": False, "normalization": "LayerNorm"}
+MLA = {"mla": True, "normalization": "RMSNorm"}
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+# What upstream's local norms refuse.
+REACH = {"persist_layer_norm": True, "memory_efficient_layer_norm": True}
+
+
+def assert_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        scale = tensor.abs().max().item()
+        assert scale > 0, name
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=1e-5 * scale, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def places(mla: bool) -> set[str]:
+    layers = ("decoder.layers.0", "mtp.layers.0.transformer_layer")
+    attention = ("q_layernorm", "kv_layernorm" if mla else "k_layernorm")
+    found = {f"{layer}.{place}" for layer in layers for place in ("input_layernorm", "pre_mlp_layernorm")}
+    found |= {f"{layer}.self_attention.{place}" for layer in layers for place in attention}
+    found |= {f"mtp.layers.0.{place}" for place in ("enorm", "hnorm", "final_layernorm")}
+    return found | {"decoder.final_layernorm"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_models(overlaid_tree: Path, pristine_tree: Path, tmp_path: Path, ranks: int) -> None:
+    """Losses and norms' gradients of pristine upstream; on two ranks ours run with sequence parallelism.
+
+    After ``finalize_model_grads`` both ranks have the same gradients to the last bit. One run recomputes the
+    input and pre-MLP norms, whose outputs upstream empties in between.
+    """
+    pristine = run_ranks(
+        tmp_path / "pristine", pristine_tree, ranks, {"rms": RMS, "layer": LAYER, "mla": MLA}
+    )
+    for name, gradient in pristine[0]["mla"]["gradients"].items():
+        if "q_layernorm" in name:
+            # Without sequence parallelism upstream adds up the ranks' gradients, but each has the whole one.
+            gradient /= ranks
+    changes = {**REACH, "sequence_parallel": ranks > 1}
+    plan = {
+        "rms": {**RMS, **changes},
+        "layer": {**LAYER, **changes},
+        "mla": {**MLA, **changes},
+        "mla recomputed": {**MLA, **changes, **RECOMPUTED},
+    }
+    results = run_ranks(tmp_path / "ranks", overlaid_tree, ranks, plan)
+    for name in plan:
+        wanted = pristine[0][name.split()[0]]
+        for result in results:
+            found = result[name]
+            assert set(found["norms"]) == set(wanted["norms"]) == places(mla="mla" in name)
+            kind = "LayerNorm" if name == "layer" else "RMSNorm"
+            assert set(found["norms"].values()) == {f"megatron.core.liger.norms.{kind}"}
+            assert set(wanted["norms"].values()) == {f"torch.nn.modules.normalization.{kind}"}
+            assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+            assert_gradients(found["gradients"], wanted["gradients"])
+            for parameter, gradient in results[0][name]["gradients"].items():
+                assert torch.equal(found["gradients"][parameter], gradient), parameter
+            count = len(places(mla=True))
+            again = 4 if "recomputed" in name else 0
+            assert found["counts"]["launches"] == {
+                "norm_forward": count + again,
+                "norm_backward": count,
+                "norm_reduce": count,
+            }
+            calls = found["counts"]["entries"]["WrappedTorchNorm"]
+            assert calls == {"kernel": count + again, "off": 0, "upstream": {}}
