@@ -429,7 +429,7 @@ def _in_place(
 @contextmanager
 def complete_later(tree: Tree) -> Iterator[None]:
     """Turn a failing disk into a refusal that says how to go on."""
-    with working(tree.root, "remove the cause, then run the command again (or revert): it completes"):
+    with working(tree.root, "run the command again (or revert): it completes"):
         yield
 
 

@@ -15,12 +15,15 @@ from scripts.errors import TreeError, quoted
 _GET_FLAGS = 0x80086601  # FS_IOC_GETFLAGS, the same on every 64-bit Linux
 _IMMUTABLE, _APPEND_ONLY = 0x10, 0x20
 
-_REMEDIES = {
-    errno.ENOSPC: "free some space there, then run the command again",
-    errno.EDQUOT: "free some space there (a quota is used up), then run the command again",
+_CAUSES = {
+    errno.ENOSPC: "free some space there",
+    errno.EDQUOT: "free some space there (a quota is used up)",
     errno.EROFS: "mount the file system writable, or work elsewhere",
     errno.ENAMETOOLONG: "use a shorter path",
 }
+
+
+_AGAIN = "run the command again"
 
 
 def move_away(item: Path) -> str:
@@ -28,28 +31,30 @@ def move_away(item: Path) -> str:
     return f"move it away (mv {quoted(item)} …), then retry"
 
 
-def failed(error: OSError, where: object, remedy: str = "") -> TreeError:
-    """The refusal that an error of the operating system becomes; ``where`` unless it names a file."""
+def failed(error: OSError, where: object, again: str = _AGAIN) -> TreeError:
+    """The refusal that an error of the operating system becomes; ``where`` unless it names a file.
+
+    ``again`` is what to do once the cause is gone.
+    """
     named = error.filename if isinstance(error.filename, (str, os.PathLike)) else where
-    default = "remove the cause, then run the command again"
     found = error.strerror or str(error) or type(error).__name__
     return TreeError(
         named,
         "a file or folder that can be read and written",
         found,
-        _REMEDIES.get(error.errno or 0, remedy or default),
+        f"{_CAUSES.get(error.errno or 0, 'remove the cause')}, then {again}",
     )
 
 
 @contextmanager
-def working(where: object, remedy: str = "") -> Iterator[None]:
+def working(where: object, again: str = _AGAIN) -> Iterator[None]:
     """Turn an error of the operating system into a refusal. Raises TreeError."""
     try:
         yield
     except BrokenPipeError:  # whoever read our output has left: that is no fault of a file
         raise
     except OSError as error:
-        raise failed(error, where, remedy) from error
+        raise failed(error, where, again) from error
 
 
 def held(item: Path) -> bool:

@@ -98,6 +98,16 @@ def test_a_dry_run_writes_nothing(
     assert not build.exists()
 
 
+def test_a_dry_run_refuses_what_the_run_would(build: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["apply", "megatron==0.16.1"]) == 0
+    (build / "notes.txt").write_bytes(b"mine")
+    for words in (["--dry-run"], []):
+        capsys.readouterr()
+        assert cli.main(["apply", "megatron==0.16.1", *words]) == 6
+        assert "notes.txt" in capsys.readouterr().err
+    assert (build / "notes.txt").read_bytes() == b"mine"
+
+
 @pytest.mark.parametrize("form", ["site-packages", "checkout"])
 def test_the_whole_round_on_the_real_files(
     form: str, real_tree: Path, take_snapshot: Callable[[Path], object], capsys: pytest.CaptureFixture[str]

@@ -187,8 +187,10 @@ def test_a_failing_disk_is_a_refusal_that_says_how_to_go_on(
         replace(a, b)
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(TreeError, match="No space left"), complete_later(world.tree):
+    with pytest.raises(TreeError, match="No space left") as caught, complete_later(world.tree):
         world.apply()
+    assert "free some space" in caught.value.remedy
+    assert "it completes" in caught.value.remedy
     monkeypatch.undo()
     assert verdict(world) == HALF
     world.revert()

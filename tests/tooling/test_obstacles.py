@@ -72,6 +72,17 @@ def test_bytecode_of_added_files_that_cannot_be_dropped(world: Any, path: str) -
     assert not world.path(PACKAGE).exists()
 
 
+def test_bytecode_of_an_added_file_that_is_gone_already(world: Any) -> None:
+    world.apply()
+    cache = bytecode(world, f"{PACKAGE}/kernels/__init__.py").parent
+    world.path(f"{PACKAGE}/kernels/__init__.py").unlink()
+    cache.chmod(0o555)
+    refused(world, world.revert, TreeError)
+    cache.chmod(0o755)
+    world.revert()
+    assert not world.path(PACKAGE).exists()
+
+
 def test_bytecode_of_other_files_may_be_as_it_likes(world: Any) -> None:
     cache = bytecode(world, "megatron/core/fusions/other.py").parent
     cache.chmod(0o555)

@@ -143,6 +143,7 @@ def another_repository_in_the_environment(root: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("GIT_DIR", str(root.parent / "other" / ".git"))
     monkeypatch.setenv("GIT_WORK_TREE", str(root.parent / "other"))
     monkeypatch.setenv("GIT_INDEX_FILE", str(root.parent / "no index"))
+    monkeypatch.setenv("GIT_OBJECT_DIRECTORY", str(root.parent / "other" / ".git" / "objects"))
 
 
 def settings(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

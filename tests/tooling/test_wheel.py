@@ -258,7 +258,7 @@ def test_another_file_than_the_pinned_one_is_refused_unopened(
     release = load().release(RELEASE)
     pin = release.wheels[0]
     (tmp_path / pin.filename).write_bytes(b"PK")
-    monkeypatch.setattr(source, "fetch", lambda *_, **__: tmp_path / pin.filename)
+    monkeypatch.setattr(source, "fetch_file", lambda *_, **__: tmp_path / pin.filename)
     monkeypatch.setattr(wheel, "read_wheel", lambda *_: pytest.fail("it was opened"))
     with pytest.raises(SourceError) as caught:
         wheel.main([RELEASE, "--out", str(tmp_path / "dist")])
@@ -268,7 +268,7 @@ def test_another_file_than_the_pinned_one_is_refused_unopened(
 
 def test_every_platform_is_every_pinned_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     release = load().release(RELEASE)
-    monkeypatch.setattr(source, "fetch", lambda *choice: Path(source.choose(*choice).filename))
+    monkeypatch.setattr(source, "fetch_file", lambda release, pin: Path(pin.filename))
     monkeypatch.setattr(wheel, "_read_pinned", lambda path, _: path.name)
     assert len(release.wheels) == 8
     found: list[object] = [*wheel.fetch(release, None, None, every=True)]
