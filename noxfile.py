@@ -6,6 +6,8 @@ A machine without nox runs the same commands as ``python -m scripts COMMAND …`
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import nox
@@ -16,29 +18,32 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
 
 ROOT = Path(__file__).parent
-ENVIRONMENT = ROOT / ".nox" / "environment"
+ENVIRONMENT = ROOT / ".nox" / "environment" / "bin" / "python"
 
 
-def _scripts(session: nox.Session, command: str, python: str | Path) -> None:
-    """Run ``python -m scripts COMMAND`` with the session's arguments; nox takes over its exit code."""
-    session.run(str(python), "-m", "scripts", command, *session.posargs, external=True)
+def _scripts(session: nox.Session, python: str | Path) -> None:
+    """Run the command of the session's name, in the caller's folder. nox ends with the command's exit code,
+    which it would make 1 if it ran the command itself."""
+    command = [str(python), str(ROOT / "scripts"), session.name, *session.posargs]
+    code = subprocess.run(command, cwd=session.invoked_from).returncode
+    if code:
+        raise SystemExit(code)
 
 
 def _pipeline(session: nox.Session) -> None:
-    """A pipeline step needs the standard library and ``packaging``, which nox brings: no environment."""
-    import sys
-
-    _scripts(session, session.name, sys.executable)
+    """A pipeline step needs no more than nox does: no environment of its own."""
+    _scripts(session, sys.executable)
 
 
 def _with_torch(session: nox.Session) -> None:
-    _scripts(session, session.name, ENVIRONMENT / "bin" / "python")
+    _scripts(session, ENVIRONMENT)
 
 
 @nox.session(default=False)
 def environment(session: nox.Session) -> None:
-    """The environment with torch and Triton that parity, train and tests share."""
-    session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "test"))
+    """The environment with torch, Triton and the checkers that parity, train, tests and lint share."""
+    groups = nox.project.load_toml("pyproject.toml")
+    session.install(*nox.project.dependency_groups(groups, "test", "lint"))
 
 
 @nox.session(python=False, default=False)
@@ -95,13 +100,9 @@ def tests(session: nox.Session) -> None:
     _with_torch(session)
 
 
-@nox.session
+@nox.session(python=False, requires=["environment"])
 def lint(session: nox.Session) -> None:
     """ruff, a strict type checker, and the checks of the patch set itself."""
-    session.install(
-        *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "lint"), "packaging"
-    )
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
-    session.run("mypy")
-    session.run("python", "-m", "scripts", "lint", *session.posargs)
+    for check in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]):
+        session.run(str(ENVIRONMENT), "-m", *check, external=True)
+    _with_torch(session)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,38 +46,33 @@ def once_differentiable(backward: Callable[..., Gradients]) -> Callable[..., Gra
     return once
 
 
-@dataclass(frozen=True)
-class Reuse:
-    """Memory of a saved tensor that its gradient may take: where it is, and its version when it was saved."""
+def may_overwrite(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether the backward may write the gradient of `x` over `x`, where `others` are still to be read.
 
-    address: int
-    strides: tuple[int, ...]
-    version: int
-
-    def allows(self, saved: torch.Tensor) -> bool:
-        """Whether `saved`, as the backward gets it back, still is that memory.
-
-        Hooks on saved tensors can bring back another tensor, which may be somebody's: it is left alone.
-
-        Raises:
-            RuntimeError: it is, and was written to since, which autograd does not check under such hooks.
-        """
-        if (saved.data_ptr(), saved.stride()) != (self.address, self.strides):
-            return False
-        if saved._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace"
-                f" operation: it is at version {saved._version}; expected version {self.version} instead"
-            )
-        return True
-
-
-def reuse(x: torch.Tensor) -> Reuse | None:
-    """Leave to overwrite `x` in the backward; None for a leaf, a view of one, and what overlaps itself."""
+    Not if `x` is a leaf or a view of one, overlaps itself or shares memory with one of `others`. Not under
+    hooks on saved tensors (offloading, recomputation) either: they bring back other tensors, and autograd
+    does not check whether those were written to.
+    """
     owner = x if x._base is None else x._base
-    if x.is_leaf or owner.is_leaf or overlaps(x):
-        return None
-    return Reuse(x.data_ptr(), x.stride(), x._version)
+    return not (x.is_leaf or owner.is_leaf or _hooked() or overlaps(x) or shares_memory(x, *others))
+
+
+def _hooked() -> bool:
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(False) is not None
+
+
+def shares_memory(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether one of `others` lies in the storage of `x`."""
+    storage = x.untyped_storage().data_ptr()
+    return any(other is not None and other.untyped_storage().data_ptr() == storage for other in others)
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """`x` as memory holds it: without a pending sign, waited for where a collective is still writing it."""
+    if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
+        x = x.clone()
+    return x.resolve_neg()
 
 
 def overlaps(x: torch.Tensor) -> bool:

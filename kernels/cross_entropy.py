@@ -25,7 +25,7 @@ import torch.distributed
 import triton
 import triton.language as tl
 
-from .autograd import Reuse, once_differentiable, reuse
+from .autograd import may_overwrite, once_differentiable, plain, shares_memory
 from .launches import COLLECTIVES, LAUNCHES, Launch, device_guard, next_power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -626,13 +626,13 @@ class CrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: _Options) -> torch.Tensor:
         ctx.options = options
-        ctx.reuse = None
+        ctx.in_place = False
         if logits.numel() == 0:
             ctx.save_for_backward(logits, target, None)
             return torch.empty(target.shape, dtype=torch.float32, device=logits.device)
         tokens, strides = _as_tokens(logits, target.dim())
         if options.in_place and tokens is logits:
-            ctx.reuse = reuse(logits)
+            ctx.in_place = may_overwrite(logits, target)
         loss, statistics = _forward(tokens, strides, target, options)
         ctx.save_for_backward(tokens, target, statistics)
         return loss
@@ -643,8 +643,8 @@ class CrossEntropyFunction(torch.autograd.Function):
         logits, target, statistics = ctx.saved_tensors
         if logits.numel() == 0:
             return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), None, None
-        memory: Reuse | None = ctx.reuse
-        in_place = memory is not None and memory.allows(logits)
+        dloss = plain(dloss)
+        in_place = ctx.in_place and not shares_memory(logits, dloss)
         # Read anew: hooks on saved tensors may have brought them back with other strides.
         logits, strides = _as_tokens(logits, target.dim())
         if in_place:
@@ -740,9 +740,10 @@ def vocab_parallel_cross_entropy(
         ignore_index: a label to leave out, beside all negative ones.
         check_labels: wait for the device and refuse labels beyond the vocabulary.
         in_place: let the backward write the gradient over the logits. Autograd is told: a second backward, or
-            another operation that saved the logits and whose backward comes later, raises its usual error. A
-            new buffer is taken all the same where the logits are a leaf or a view of one, overlap themselves,
-            or had to be copied.
+            another operation that saved the logits and whose backward comes later, raises its usual error.
+            Whoever else holds the logits then sees their gradient. A new buffer is taken all the same where
+            the logits are a leaf or a view of one (as far as autograd knows), overlap themselves, share
+            memory with another operand or had to be copied, and under hooks on saved tensors.
         vocab_start: this rank's first label; by default the ranks have equal parts in rank order.
 
     Returns:
@@ -784,5 +785,5 @@ def vocab_parallel_cross_entropy(
         partition=partition and smoothing is not None,
         in_place=in_place,
     )
-    loss: torch.Tensor = CrossEntropyFunction.apply(logits, target, options)
+    loss: torch.Tensor = CrossEntropyFunction.apply(plain(logits), target, options)
     return loss

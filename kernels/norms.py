@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from .autograd import once_differentiable
+from .autograd import once_differentiable, plain
 from .launches import LAUNCHES, Launch, device_guard, multiprocessors, next_power_of_2
 from .rows import Rows, row_offsets, rows_of
 
@@ -542,7 +542,7 @@ def _backward(
     """Writes `dx`, `dweight` and `dbias`, each where it is given."""
     n = x.tensor.shape[-1]
     rows = rstd.numel()
-    dy_rows = rows_of(dy)
+    dy_rows = rows_of(plain(dy))
     sums = (dweight is not None) + (dbias is not None)
     launch = choose_backward(n, x.tensor.element_size(), mean is not None, sums, shared_memory(x.tensor))
     column_blocks = launch.column_blocks(n)

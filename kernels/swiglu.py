@@ -18,11 +18,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from .autograd import Reuse, once_differentiable, reuse
+from .autograd import may_overwrite, once_differentiable, plain, shares_memory
 from .launches import LAUNCHES, Launch, as_rows, device_guard, multiprocessors, next_power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WEIGHT_DTYPES = (*DTYPES, torch.float64)
 
 
 def swiglu_reference(
@@ -379,7 +378,7 @@ class SwiGLUFunction(torch.autograd.Function):
     def forward(
         ctx: Any, y: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, in_place: bool
     ) -> torch.Tensor:
-        ctx.reuse = None
+        ctx.in_place = False
         if y.numel() == 0:
             ctx.save_for_backward(y, bias, weights)
             return torch.empty((*y.shape[:-1], y.shape[-1] // 2), dtype=y.dtype, device=y.device)
@@ -387,7 +386,7 @@ class SwiGLUFunction(torch.autograd.Function):
             bias = bias.contiguous()
         y_rows, stride_y = as_rows(y)
         if in_place and y_rows is y:
-            ctx.reuse = reuse(y)
+            ctx.in_place = may_overwrite(y, bias, weights)
         ctx.save_for_backward(y_rows, bias, weights)
         return _forward(y_rows, stride_y, bias, weights)
 
@@ -405,8 +404,8 @@ class SwiGLUFunction(torch.autograd.Function):
             )
             return dy, dbias, dweights, None
 
-        memory: Reuse | None = ctx.reuse if needs_y else None
-        in_place = memory is not None and memory.allows(y)
+        dout = plain(dout)
+        in_place = ctx.in_place and needs_y and not shares_memory(y, dout)
         # Read anew: hooks on saved tensors may have brought them back with other strides.
         y, stride_y = as_rows(y)
         stride_dy = stride_y
@@ -448,10 +447,8 @@ def _check(y: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | N
         if bias.device != y.device:
             raise ValueError(f"swiglu: bias is on {bias.device} and y on {y.device}")
     if weights is not None:
-        if weights.dtype not in WEIGHT_DTYPES:
-            raise TypeError(
-                f"swiglu: weights are {weights.dtype}; they must be floating point, 16 bits or more"
-            )
+        if weights.dtype not in DTYPES:
+            raise TypeError(f"swiglu: weights are {weights.dtype}; they must be bfloat16, float16 or float32")
         rows = y.shape[:-1].numel()
         if weights.shape != (rows, 1) and weights.shape != (*y.shape[:-1], 1):
             raise ValueError(
@@ -476,12 +473,13 @@ def swiglu(
         y: `[..., 2n]`, bfloat16, float16 or float32, any strides. Rows of no common stride are copied once.
         bias: `[2n]` in the dtype of `y`, added to each row first. Its gradient is summed in float32, in an
             order that never changes, and has the dtype of the bias.
-        weights: `[rows, 1]` (or `[..., 1]`), a factor for each row, any floating dtype from 16 bits on, any
+        weights: `[rows, 1]` (or `[..., 1]`), a factor for each row, bfloat16, float16 or float32, any
             strides. The gradient has the dtype of the weights.
         in_place: let the backward write the gradient of `y` over `y`. Autograd is told: a second backward or
-            another operation that saved `y` and whose backward comes later, raises its usual error. A new
-            buffer is taken all the same where `y` is a leaf or a view of one (whose data must survive),
-            overlaps itself (an expanded tensor), or had to be copied.
+            another operation that saved `y` and whose backward comes later, raises its usual error. Whoever
+            else holds `y` then sees its gradient, and must not write to it. A new buffer is taken all the
+            same where `y` is a leaf or a view of one (as far as autograd knows), overlaps itself, shares
+            memory with another operand or had to be copied, and under hooks on saved tensors.
 
     Returns:
         `[..., n]` in the dtype of `y`: a contiguous tensor that owns its storage.
@@ -492,5 +490,8 @@ def swiglu(
         NotImplementedError: both bias and weights are given.
     """
     _check(y, bias, weights)
+    y = plain(y)
+    bias = None if bias is None else plain(bias)
+    weights = None if weights is None else plain(weights)
     result: torch.Tensor = SwiGLUFunction.apply(y, bias, weights, in_place)
     return result

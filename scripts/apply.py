@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
+import re
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import rmtree
 
+from scripts import arguments as types
+from scripts import record as installs
 from scripts import source
-from scripts.errors import StateError, TreeError, UsageError
+from scripts.errors import StateError, TreeError, UsageError, command, quoted
+from scripts.files import held, locked, obstacle, require_folder, working
 from scripts.manifest import Manifest, Release, load
 from scripts.overlay import PACKAGE, RECORD, ROOT, Overlay, load_overlay, sha256
 from scripts.record import Record, read_record, with_overlay, without_overlay
-from scripts.tree import Tree
+from scripts.tree import TEMPORARY, Tree
 from scripts.verify import Action, Plan, plan
 
 BUILD = ROOT / "build"
@@ -45,11 +50,10 @@ def main(argv: list[str]) -> int:
             raise UsageError("command line", "--tree alone", "--tree with --python or --platform", remedy)
         return _in_place(arguments.tree, manifest, overlay, ops, release, arguments.dry_run)
     if release is None:
-        remedy = f"write megatron=={manifest.newest()}, or --tree PATH"
+        remedy = f"{command('apply', f'megatron=={manifest.newest()}')}, or apply --tree PATH"
         raise UsageError("command line", "a release or a tree", "neither", remedy)
     dest = BUILD / f"megatron-core-{release.version}"
-    with complete_later(Tree(dest)):
-        return _into_build(dest, manifest, overlay, ops, release, arguments)
+    return _into_build(dest, manifest, overlay, ops, release, arguments)
 
 
 def _into_build(
@@ -63,9 +67,12 @@ def _into_build(
     wheel = source.fetch(release, arguments.python, arguments.platform)
     shown = os.path.relpath(dest)
     if arguments.dry_run:
-        contents = {path: data for path, _, data in source.members(wheel)}
+        planned, upstream, expected = _expected(wheel, manifest, overlay, ops, release, overlaid=True)
+        if not _holds(dest, expected):
+            _require_ours(dest, expected, upstream)
+            _require_deletable(dest)
         print(f"megatron-core {release.version} would be applied into {shown}; nothing was written")
-        _print_actions(plan(contents.get, manifest, overlay, ops, release))
+        _print_actions(planned)
         return 0
     built = _build(wheel, manifest, overlay, ops, release, dest)
     print(f"megatron-core {release.version} is applied in {shown} ({built.word})")
@@ -105,28 +112,70 @@ def apply_plan(root: Path | Tree, planned: Plan) -> bool:
     before the first write; OSError when the disk fails in between, after which apply and revert complete.
     """
     tree = root if isinstance(root, Tree) else Tree(root)
-    installed = _installed(tree, planned, read_record(tree.read(RECORD)))
-    work = [action for action in planned.actions if action.changes]
-    paths = [action.path for action in planned.actions] + ([installed.path] if installed else [])
-    if installed is not None and is_patched_wheel(installed.path):
-        if any(action.kind != "record" for action in work):
-            raise patched_wheel(installed.path)
+    work = prepare(tree, planned)
+    if not work.changes:
         return False
-    rewrite = [installed] if installed is not None and installed.before != installed.after else []
-    if not work and not rewrite and not tree.leftovers(paths, PACKAGE):
-        return False
-    tree.require_writable([*(a.path for a in work), *(r.path for r in rewrite)])
+    paths, actions = work.paths, work.actions
     tree.sweep(paths, PACKAGE)
-    first, rest = (work[:1], work[1:]) if work and work[0].kind == "record" else ([], work)
+    first, rest = (actions[:1], actions[1:]) if actions and actions[0].kind == "record" else ([], actions)
     for action in first:
         _carry_out(tree, action)
     # Named in RECORD before they exist, the added files are never left behind by an uninstall.
-    for record in rewrite:
-        tree.write(record.path, record.after)
+    if work.installed is not None:
+        tree.write(work.installed.path, work.installed.after)
     for action in rest:
         _carry_out(tree, action)
     tree.sweep(paths, PACKAGE)
     return True
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a plan comes to on a tree: the writes left to do, RECORD if it changes, leftovers to sweep."""
+
+    actions: list[Action]
+    installed: Installed | None
+    paths: list[str]
+    remnants: list[str]
+
+    @property
+    def changes(self) -> bool:
+        return bool(self.actions or self.installed or self.remnants)
+
+
+def prepare(tree: Tree, planned: Plan) -> Work:
+    """Judge whether a plan can be carried out, without writing. Raises TreeError or StateError if not."""
+    installed = _installed(tree, planned, read_record(tree.read(RECORD)))
+    actions = [action for action in planned.actions if action.changes]
+    paths = [action.path for action in planned.actions] + ([installed.path] if installed else [])
+    if installed is not None and is_patched_wheel(installed.path):
+        if any(action.kind != "record" for action in actions):
+            raise patched_wheel(installed.path)
+        return Work([], None, paths, [])
+    if installed is not None:
+        missing = unlisted(installed.before, planned.bases)
+        if missing is not None:
+            raise broken_record(installed.path, missing)
+        if installed.before == installed.after:
+            installed = None
+    work = Work(actions, installed, paths, tree.leftovers(paths, PACKAGE))
+    if work.changes:
+        written = [*(a.path for a in actions), *([installed.path] if installed else [])]
+        tree.require_writable(written, remnants=work.remnants)
+    return work
+
+
+def unlisted(installed: bytes, paths: Iterable[str]) -> str | None:
+    """The first of ``paths`` for which RECORD has no line."""
+    listed = installs.rows(installed)
+    return next((path for path in paths if path not in listed), None)
+
+
+def broken_record(path: str, missing: str) -> TreeError:
+    """The refusal of a RECORD that does not list upstream's own files."""
+    version = path.split("/")[0].removeprefix("megatron_core-").removesuffix(".dist-info")
+    remedy = f"pip install --no-deps --force-reinstall {quoted(f'megatron-core=={version}')}, then retry"
+    return TreeError(path, f"RECORD as pip wrote it, with a line for {missing}", "no such line", remedy)
 
 
 def _carry_out(tree: Tree, action: Action) -> None:
@@ -199,6 +248,45 @@ def _build(
     *,
     overlaid: bool = True,
 ) -> Built:
+    planned, upstream, expected = _expected(wheel, manifest, overlay, ops, release, overlaid=overlaid)
+    with working(dest):
+        if not dest.parent.is_dir():
+            require_folder(dest.parent)
+            dest.parent.mkdir(parents=True, exist_ok=True)
+        with locked(dest.parent) as alone:
+            if _holds(dest, expected):
+                return Built(
+                    planned, "as before, modes put right" if _set_modes(dest, expected) else "as before"
+                )
+            _require_ours(dest, expected, upstream)
+            _require_deletable(dest)
+            word = "built anew: it was not what it should be" if dest.exists() else "new"
+            prefix = f".{dest.name}.liger-overlay-"
+            # Of a run that was killed: the lock keeps live ones out.
+            for stale in dest.parent.glob(f"{prefix}????????") if alone else ():
+                rmtree(stale, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=dest.parent, prefix=prefix) as folder:
+                fresh = Path(folder) / "tree"
+                source.write_files(fresh, ((path, mode, data) for path, (mode, data) in expected.items()))
+                if dest.exists():
+                    os.replace(dest, Path(folder) / "old")
+                os.replace(fresh, dest)
+    return Built(planned, word)
+
+
+Files = Mapping[str, tuple[int, bytes]]
+
+
+def _expected(
+    wheel: Path,
+    manifest: Manifest,
+    overlay: Overlay,
+    ops: Iterable[str] | None,
+    release: Release,
+    *,
+    overlaid: bool,
+) -> tuple[Plan, Files, Files]:
+    """The plan for a wheel, the files of the wheel, and those of the tree that is built from it."""
     upstream = {path: (mode, data) for path, mode, data in source.members(wheel)}
     planned = plan({path: data for path, (_, data) in upstream.items()}.get, manifest, overlay, ops, release)
     expected = dict(upstream)
@@ -209,51 +297,97 @@ def _build(
         for path, (mode, data) in upstream.items():
             if path.endswith(".dist-info/RECORD"):
                 expected[path] = (mode, installed_after(data, planned, None))
-    dest.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(dest.parent):
-        if dest.exists() and _holds(dest, expected):
-            return Built(planned, "as before")
-        word = "built anew: it was not what it should be" if dest.exists() else "new"
-        # Of a run that was killed: the lock keeps live ones out.
-        for stale in dest.parent.glob(f".{dest.name}-*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=dest.parent, prefix=f".{dest.name}-") as folder:
-            fresh = Path(folder) / "tree"
-            for path, (mode, data) in expected.items():
-                target = fresh.joinpath(*path.split("/"))
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(data)
-                target.chmod(mode)
-            if dest.exists():
-                os.replace(dest, Path(folder) / "old")
-            os.replace(fresh, dest)
-    return Built(planned, word)
+    return planned, upstream, expected
 
 
-def _holds(dest: Path, expected: Mapping[str, tuple[int, bytes]]) -> bool:
+def _holds(dest: Path, expected: Files) -> bool:
     """Whether a folder has exactly these files and bytes; caches of bytecode aside."""
     unseen = dict(expected)
-    for folder, names, files in os.walk(dest):
-        names[:] = [name for name in names if name != "__pycache__"]
-        for name in files:
-            file = Path(folder, name)
-            wanted = unseen.pop(file.relative_to(dest).as_posix(), None)
-            if wanted is None or file.is_symlink() or file.read_bytes() != wanted[1]:
-                return False
+    for path in _files(dest):
+        file = dest / path
+        wanted = unseen.pop(path, None)
+        if wanted is None or not stat.S_ISREG(file.lstat().st_mode) or file.read_bytes() != wanted[1]:
+            return False
     return not unseen
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    import fcntl
+def _files(dest: Path) -> list[str]:
+    """All that is no folder below ``dest``, in order; without bytecode and what a killed run left."""
+    found = []
+    for folder, names, files in os.walk(dest, onerror=_raise):
+        links = [name for name in names if Path(folder, name).is_symlink()]
+        for name in (*files, *links):
+            bytecode = os.path.basename(folder) == "__pycache__" and re.search(r"\.pyc(\.\d+)?$", name)
+            if not bytecode and not (name.startswith(".") and name.endswith(TEMPORARY)):
+                found.append(Path(folder, name).relative_to(dest).as_posix())
+    return sorted(found)
 
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+
+def _raise(error: OSError) -> None:
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error
+
+
+def _require_ours(dest: Path, expected: Files, upstream: Files) -> None:
+    """Raise StateError if ``dest`` holds anything that no run wrote: building it anew would lose that.
+
+    What an earlier overlay or another wheel of the release wrote is known by the hashes of its RECORD and of
+    the overlay's record that RECORD lists.
+    """
+    if not os.path.lexists(dest):
+        return
+    delete = f"move it away, or delete the folder (rm -r {quoted(dest)}), then retry"
+    if dest.is_symlink() or not dest.is_dir():
+        found = "a symbolic link" if dest.is_symlink() else "a file"
+        raise StateError(dest, "a folder that apply built, or nothing", found, "move it away, then retry")
+    tree = Tree(dest)
+    installed = tree.installed_record()
+    listing = (tree.read(installed) if installed else None) or b""
+    document = tree.read(RECORD)
+    rows = installs.rows(listing)
+    recorded = document is not None and rows.get(RECORD) == installs.digest(document)
+    record = read_record(document) if recorded else None
+    known = record.known() if record else {}
+    for path in _files(dest):
+        file = dest / path
+        data = file.read_bytes() if stat.S_ISREG(file.lstat().st_mode) else None
+        ours = data is not None and (
+            data in (files[path][1] for files in (expected, upstream) if path in files)
+            or sha256(data) in known.get(path, ())
+            or rows.get(path) == installs.digest(data)
+            or (path == installed and installs.complete(data, path))
+        )
+        if not ours:
+            found = "a file that no run wrote, or that was changed since"
+            raise StateError(file, "only files as apply wrote them, since it builds this anew", found, delete)
+
+
+def _require_deletable(dest: Path) -> None:
+    """Raise TreeError unless a folder, bytecode and all, can be replaced by another."""
+    require_folder(dest.parent)
+    require_folder(dest)
+    for folder, _, files in os.walk(dest, onerror=_raise):
+        problem = obstacle(Path(folder), dest)
+        if problem is not None:
+            raise TreeError(folder, "a folder that may be deleted, to build it anew", *problem)
+        for name in files:
+            if held(Path(folder, name)):
+                remedy = f"chattr -i -a {quoted(Path(folder, name))} as root, then retry"
+                raise TreeError(Path(folder, name), "a file that may be deleted", "immutable", remedy)
+
+
+def _set_modes(dest: Path, expected: Files) -> bool:
+    """Give files the wheel's modes and folders 0755; whether any had another."""
+    wanted = {path: mode for path, (mode, _) in expected.items()}
+    for path in expected:
+        wanted.update({parent.as_posix(): 0o755 for parent in Path(path).parents})
+    changed = False
+    for path, mode in wanted.items():
+        found = (dest / path).stat().st_mode
+        if found & 0o777 != mode:
+            (dest / path).chmod(found & 0o7000 | mode)
+            changed = True
+    return changed
 
 
 def _in_place(
@@ -268,13 +402,12 @@ def _in_place(
     if dry_run:
         planned = plan(tree.read, manifest, overlay, ops)
         _require_release(planned, release)
-        tree.require_writable(a.path for a in planned.actions if a.changes)
-        installed = _installed(tree, planned, read_record(tree.read(RECORD)))
-        print(f"{tree.root} would be overlaid; nothing was written" if planned.changes else "nothing to do")
+        work = prepare(tree, planned)
+        print(f"{tree.root} would be overlaid; nothing was written" if work.changes else "nothing to do")
         _describe(tree, planned)
         _print_actions(planned)
-        if installed is not None and installed.before != installed.after:
-            print(f"  update  {installed.path}")
+        if work.installed is not None:
+            print(f"  update  {work.installed.path}")
         return 0
     with tree.lock():
         planned = plan(tree.read, manifest, overlay, ops)
@@ -289,19 +422,15 @@ def _in_place(
         print(f"  {'update' if changed else 'same  '}  {record} (uninstalling leaves nothing behind)")
     if changed:
         print("warning: jobs that run from this tree right now may mix old and new modules; restart them")
-    print(_next("installed" if record else "checkout", str(tree.root), f"--tree {tree.root}"))
+    print(_next("installed" if record else "checkout", str(tree.root), "--tree", str(tree.root)))
     return 0
 
 
 @contextmanager
 def complete_later(tree: Tree) -> Iterator[None]:
     """Turn a failing disk into a refusal that says how to go on."""
-    try:
+    with working(tree.root, "remove the cause, then run the command again (or revert): it completes"):
         yield
-    except OSError as error:
-        where = error.filename if isinstance(error.filename, str) else tree.root
-        remedy = "remove the cause, then run the command again (or revert): it completes"
-        raise TreeError(where, "a file to be written", error.strerror or str(error), remedy) from error
 
 
 def _require_release(planned: Plan, release: Release | None) -> None:
@@ -312,10 +441,16 @@ def _require_release(planned: Plan, release: Release | None) -> None:
 
 
 def _describe(tree: Tree, planned: Plan) -> None:
-    as_in = ", ".join(planned.files_as_in) or "several releases, no one of them has all"
+    print(f"  {caveat(tree, planned.files_as_in)}")
+
+
+def caveat(tree: Tree, files_as_in: Iterable[str]) -> str:
+    """What the touched files say about a tree's release, and what its ``package_info.py`` says against it."""
+    releases = tuple(files_as_in)
+    as_in = ", ".join(releases) or "several releases, no one of them has all"
     says = tree.says()
-    claim = f" (its package_info.py says {says})" if says and says not in planned.files_as_in else ""
-    print(f"  the touched files are as in {as_in}; that does not make the tree a release{claim}")
+    claim = f" (its package_info.py says {says})" if says and says not in releases else ""
+    return f"the touched files are as in {as_in}; that does not make the tree a release{claim}"
 
 
 def _print_actions(planned: Plan) -> None:
@@ -330,14 +465,15 @@ def _print_actions(planned: Plan) -> None:
     print(f"  {'record':7} {RECORD}")
 
 
-def _next(form: str, shown: str, parity: str) -> str:
+def _next(form: str, shown: str, *parity: str) -> str:
     """What to do now, by where the overlay went: ``build``, a ``checkout`` or an ``installed`` package."""
     text = {
         "build": [
-            "a checkout or an editable install: apply --tree PATH to it, since its own core comes first",
-            "an installed megatron-core: python -m scripts wheel megatron==VERSION, then",
+            "a checkout or an editable install: python -m scripts apply --tree PATH to it, since its own core"
+            " comes first",
+            f"an installed megatron-core: {command('wheel', *parity)}, then",
             "  pip install --no-deps --force-reinstall dist/WHEEL",
-            f"scripts outside any checkout: PYTHONPATH={shown} runs this tree as it is",
+            f"scripts outside any checkout: PYTHONPATH={quoted(shown)} runs this tree as it is",
         ],
         "checkout": [
             "a script in this checkout, or an editable install of it: run it as before",
@@ -351,7 +487,7 @@ def _next(form: str, shown: str, parity: str) -> str:
     text += [
         'proof: the job prints a line "liger overlay …" on rank 0; without it, another core is in use',
         "  (python -m megatron.core.liger --script SCRIPT says which)",
-        f"compare with upstream: python -m scripts parity {parity}",
+        f"compare with upstream: {command('parity', *parity)}",
     ]
     return "next\n" + "\n".join(f"  {line}" for line in text)
 
@@ -359,9 +495,11 @@ def _next(form: str, shown: str, parity: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nox -s apply --", description=__doc__)
     parser.add_argument("release", nargs="?", metavar="megatron==VERSION", help="a pinned release")
-    parser.add_argument("--tree", type=Path, metavar="PATH", help="overlay this tree in place")
+    parser.add_argument("--tree", type=types.path, metavar="PATH", help="overlay this tree in place")
     parser.add_argument("--ops", metavar="A,B", help="only these ops (default: all)")
-    parser.add_argument("--python", metavar="3.12", help="take the wheel for this Python")
-    parser.add_argument("--platform", metavar="TAG", help="take the wheel for this platform tag or machine")
+    parser.add_argument("--python", type=types.text, metavar="3.12", help="take the wheel for this Python")
+    parser.add_argument(
+        "--platform", type=types.text, metavar="TAG", help="take the wheel for this platform tag or machine"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check and print, write nothing")
     return parser

@@ -11,8 +11,8 @@ import argparse
 import difflib
 import re
 import sys
-from pathlib import Path
 
+from scripts import arguments as types
 from scripts.errors import StateError
 from scripts.manifest import Manifest, load
 from scripts.overlay import RECORD, Overlay, load_overlay
@@ -26,7 +26,7 @@ _NO_NEWLINE = b"\\ No newline at end of file\n"
 def main(argv: list[str]) -> int:
     """``diff --tree PATH``: the diff on stdout. Raises StateError where upstream's part was edited."""
     parser = argparse.ArgumentParser(prog="nox -s diff --", description=__doc__)
-    parser.add_argument("--tree", type=Path, required=True, metavar="PATH", help="an overlaid tree")
+    parser.add_argument("--tree", type=types.path, required=True, metavar="PATH", help="an overlaid tree")
     arguments = parser.parse_args(argv)
     manifest = load()
     text, lost = tree_diff(Tree.locate(arguments.tree), manifest, load_overlay(manifest=manifest))

@@ -3,6 +3,18 @@
 
 from __future__ import annotations
 
+import shlex
+
+
+def command(*words: object) -> str:
+    """A command of this project as a remedy tells to type it."""
+    return shlex.join(["python", "-m", "scripts", *map(str, words)])
+
+
+def quoted(path: object) -> str:
+    """A path as a remedy tells to type it."""
+    return shlex.quote(str(path))
+
 
 class OverlayError(Exception):
     """A refusal: the file it is about, what was expected there, what was found, and one remedy."""
@@ -18,7 +30,7 @@ class OverlayError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(
-            f"{label + ':':10}{text}"
+            f"{label + ':':10}{text}".replace("\n", "\\n")
             for label, text in (
                 ("file", self.file),
                 ("expected", self.expected),
@@ -53,7 +65,7 @@ class SourceError(OverlayError):
 
 
 class TreeError(OverlayError):
-    """A tree that the overlay does not go onto: unknown files, no Megatron, read-only."""
+    """A tree that the overlay does not go onto: unknown files, no Megatron, read-only; or a failing disk."""
 
     exit_code = 5
 

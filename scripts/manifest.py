@@ -173,9 +173,13 @@ def _variant(node: _Checked) -> Variant:
 
 
 def safe(path: str) -> bool:
-    """Whether a path from a JSON file stays below ``megatron/`` in a tree."""
+    """Whether a path from a JSON file stays below ``megatron/`` in a tree, and can be a path at all."""
     parts = path.split("/")
-    return len(parts) > 1 and parts[0] == "megatron" and not {"", ".", ".."} & set(parts) and "\\" not in path
+    below = (
+        len(parts) > 1 and parts[0] == "megatron" and not {"", ".", ".."} & set(parts) and "\\" not in path
+    )
+    # isprintable: no control characters and no lone surrogates; a file system takes 255 bytes a name.
+    return below and path.isprintable() and len(path) < 1024 and all(len(p.encode()) <= 255 for p in parts)
 
 
 def _order(version: str) -> tuple[tuple[int, int | str], ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import re
 import subprocess
 from collections.abc import Mapping
@@ -33,7 +34,11 @@ _MARKER = re.compile(
 
 @dataclass(frozen=True)
 class Overlay:
-    """Our side: ``added`` and ``tails`` by path in the tree, ``ops`` that have a tail, and our commit."""
+    """Our side: ``added`` and ``tails`` by path in the tree, ``ops`` that have a tail, and our commit.
+
+    The commit is in the record of a tree or a wheel, so the same files from two commits, or from a copy
+    without its repository, give records (and wheels) that differ in that one line.
+    """
 
     version: int
     ops: tuple[str, ...]
@@ -140,18 +145,50 @@ def _sources(folder: Path) -> list[tuple[str, Path]]:
     return sorted((path.relative_to(folder).as_posix(), path) for path in files)
 
 
+_FOLDERS = ("overlay", "kernels", "patches")
+
+
 def _commit(root: Path) -> str | None:
-    """HEAD of this checkout, with ``+dirty`` when what goes into a tree differs from it."""
-    head = _git(root, "rev-parse", "--show-toplevel", "HEAD")
-    if head is None or Path(head.splitlines()[0]).resolve() != root.resolve():
+    """HEAD of this checkout, with ``+dirty`` when what goes into or decides about a tree differs from it.
+
+    None without git or without a repository here. Git is asked for HEAD's files alone, and those on disk are
+    hashed here: its settings, its index, its environment and other files change nothing.
+    """
+    head = _git(root, "rev-parse", "--verify", "HEAD^{commit}")
+    listed = head and _git(root, "ls-tree", "-r", "-z", "--full-tree", head, "--", *_FOLDERS)
+    if not head or listed is None:
         return None
-    changed = _git(root, "status", "--porcelain", "--", "overlay", "kernels", "patches")
-    return None if changed is None else head.splitlines()[1] + ("+dirty" if changed else "")
+    committed = {}
+    for row in filter(None, listed.split("\0")):
+        kind, _, path = row.partition("\t")
+        if _counts(path):
+            committed[path] = kind.split()[2]
+    algorithm = "sha1" if len(head) == 40 else "sha256"
+    found = {}
+    for folder in _FOLDERS:
+        for file in (root / folder).rglob("*"):
+            path = file.relative_to(root).as_posix()
+            if _counts(path) and file.is_file():
+                data = file.read_bytes()
+                found[path] = hashlib.new(algorithm, b"blob %d\0" % len(data) + data).hexdigest()
+    return head if found == committed else f"{head}+dirty"
+
+
+def _counts(path: str) -> bool:
+    """Whether a file of this project goes into a tree, or is a pin."""
+    return path.endswith(".json" if path.startswith("patches/") else ".py")
+
+
+def git_environment() -> dict[str, str]:
+    """The environment without what points git at another repository, index or configuration."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
 
 
 def _git(root: Path, *arguments: str) -> str | None:
+    # Named outright, the repository is not looked for, and not refused for belonging to another user.
+    command = ["git", f"--git-dir={root / '.git'}", *arguments]
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True)
+        done = subprocess.run(command, cwd=root, env=git_environment(), capture_output=True)
     except OSError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.decode(errors="surrogateescape").strip() if done.returncode == 0 else None

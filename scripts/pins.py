@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scripts import arguments as types
 from scripts.errors import SourceError, UsageError
 from scripts.manifest import SCHEMA, Manifest, PinnedFile, TouchedFile, load, parse_spec
-from scripts.overlay import ROOT, sha256
+from scripts.overlay import ROOT, git_environment, sha256
 from scripts.source import digest, members, pip_environment
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="nox -s pin --", description=__doc__)
     parser.add_argument("release", metavar="megatron==VERSION")
     parser.add_argument(
-        "--clone", type=Path, metavar="PATH", help="a Megatron-LM clone that has the release's tag"
+        "--clone", type=types.path, metavar="PATH", help="a Megatron-LM clone that has the release's tag"
     )
     parser.add_argument(
         "--write", action="store_true", help="put the pins into patches/ (default: print them)"
@@ -288,7 +289,8 @@ def _sdist_members(path: Path, wanted: Mapping[str, TouchedFile]) -> Iterator[tu
 
 
 def _show(clone: Path, tag: str, path: str) -> bytes:
-    done = subprocess.run(["git", "-C", str(clone), "show", f"{tag}:{path}"], capture_output=True)
+    command = ["git", "-C", str(clone), "show", f"{tag}:{path}"]
+    done = subprocess.run(command, env=git_environment(), capture_output=True)
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().splitlines() or ["no word"]
         raise UsageError(

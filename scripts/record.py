@@ -12,6 +12,7 @@ import base64
 import csv
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,12 +62,14 @@ def read_record(data: bytes | None) -> Record | None:
         right = (
             isinstance(document["overlay"], int)
             and all(isinstance(op, str) for op in record.ops)
-            and all(isinstance(e["after"], str) and e["action"] in _ACTIONS for e in record.files.values())
-            and all(isinstance(h, str) for hashes in record.previous.values() for h in hashes)
+            and all(isinstance(document.get(key, ""), (str, type(None))) for key in ("release", "commit"))
+            and all(_is_hash(e["after"]) and e["action"] in _ACTIONS for e in record.files.values())
+            and all(isinstance(hashes, list) for hashes in record.previous.values())
+            and all(_is_hash(h) for hashes in record.previous.values() for h in hashes)
             # A record must never lead a command out of the tree, or to itself.
             and all(safe(path) and path != RECORD for path in (*record.files, *record.previous))
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         right = False
     if not right:
         remedy = "restore the file, or move it away to have the tree judged without it"
@@ -75,6 +78,10 @@ def read_record(data: bytes | None) -> Record | None:
 
 
 _ACTIONS = ("add", "extend")
+
+
+def _is_hash(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 def dump(document: Mapping[str, Any]) -> bytes:
@@ -122,6 +129,24 @@ def with_overlay(pristine: bytes, after: Mapping[str, bytes], bases: Mapping[str
             rows[i] = lines[text] + row[len(text) :]
     ours = [line(path, after[path]) + end for path in sorted(after) if path not in bases]
     return b"".join([*ours, *rows])
+
+
+def rows(installed: bytes) -> dict[str, str]:
+    """Path and hash (as it stands) of each line of RECORD that is one."""
+    found = dict(map(_fields, installed.splitlines()))
+    found.pop("", None)
+    return found
+
+
+def digest(data: bytes) -> str:
+    """The hash of a file as RECORD gives it."""
+    return _digest(hashlib.sha256(data).digest())
+
+
+def complete(installed: bytes, path: str) -> bool:
+    """Whether RECORD, at ``path``, reads as installers write it: lines of three columns, one its own."""
+    read = [_fields(row)[0] for row in installed.splitlines()]
+    return all(read) and path in read
 
 
 def _fields(row: bytes) -> tuple[str, str]:

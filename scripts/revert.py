@@ -7,6 +7,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts import arguments as types
 from scripts.apply import complete_later, is_patched_wheel, patched_wheel
 from scripts.errors import StateError
 from scripts.manifest import Manifest, load
@@ -37,7 +38,9 @@ class Reverted:
 def main(argv: list[str]) -> int:
     """``revert --tree PATH``; raises OverlayError when refused, before the first write."""
     parser = argparse.ArgumentParser(prog="nox -s revert --", description=__doc__)
-    parser.add_argument("--tree", type=Path, required=True, metavar="PATH", help="the tree to take it out of")
+    parser.add_argument(
+        "--tree", type=types.path, required=True, metavar="PATH", help="the tree to take it out of"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check and print, write nothing")
     arguments = parser.parse_args(argv)
     manifest = load()
@@ -45,6 +48,8 @@ def main(argv: list[str]) -> int:
     tree = Tree.locate(arguments.tree)
     if arguments.dry_run:
         planned = plan_revert(tree, manifest, overlay)
+        if planned.changes:
+            require_writable(tree, planned)
         left: list[str] = []
         print(f"{tree.root} would be reverted; nothing was written" if planned.changes else "nothing to do")
     else:
@@ -78,11 +83,19 @@ def revert_tree(
         planned = plan_revert(tree, manifest, overlay)
         if not planned.changes:
             return planned, []
-        tree.require_writable([a.path for a in planned.actions])
-        if planned.installed is not None and planned.rewrites:
-            tree.require_writable([planned.installed[0]])
+        require_writable(tree, planned)
         with complete_later(tree):
             return planned, _carry_out(tree, planned)
+
+
+def require_writable(tree: Tree, planned: Reverted) -> None:
+    """Raise TreeError or StateError unless all that revert touches could be changed."""
+    rewritten = [planned.installed[0]] if planned.installed is not None and planned.rewrites else []
+    tree.require_writable(
+        [*(a.path for a in planned.actions), *rewritten],
+        bytecode=[path for path in planned.paths if path.startswith(f"{PACKAGE}/")],
+        remnants=planned.leftovers,
+    )
 
 
 def plan_revert(tree: Tree, manifest: Manifest, overlay: Overlay) -> Reverted:

@@ -7,14 +7,16 @@ import hashlib
 import os
 import platform as machines
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from scripts.errors import SourceError, UsageError
+from scripts.errors import SourceError, UsageError, quoted
+from scripts.files import locked, move_away, require_folder, working
 from scripts.manifest import PinnedFile, Release
 from scripts.overlay import ROOT
 
@@ -55,25 +57,38 @@ def choose(release: Release, python: str | None = None, platform: str | None = N
 def fetch(
     release: Release, python: str | None = None, platform: str | None = None, cache: Path = CACHE
 ) -> Path:
-    """The path of the pinned wheel in ``cache``, downloaded with pip unless a file with its hash is there.
+    """The pinned wheel for a Python and a platform (see ``choose``), as ``fetch_file`` has it."""
+    return fetch_file(release, choose(release, python, platform), cache)
 
-    Raises SourceError when pip fails or brings other bytes than the pinned ones.
+
+def fetch_file(release: Release, wheel: PinnedFile, cache: Path = CACHE) -> Path:
+    """The path of a pinned wheel in ``cache``, downloaded with pip unless a file with its hash is there.
+
+    Raises SourceError when pip fails or brings other bytes than the pinned ones, TreeError when the cache
+    cannot be written.
     """
-    wheel = choose(release, python, platform)
     target = cache / wheel.filename
-    if target.is_file() and digest(target) == wheel.sha256:
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
-        found = download(release.version, wheel.filename, Path(folder))
-        if digest(found) != wheel.sha256:
-            raise SourceError(
-                wheel.filename,
-                f"sha256 {wheel.sha256}",
-                f"sha256 {digest(found)}",
-                "do not use this file; find out which index or folder pip has it from (pip config list)",
-            )
-        os.replace(found, target)
+    with working(cache):
+        if target.is_file() and digest(target) == wheel.sha256:
+            return target
+        require_folder(cache)
+        cache.mkdir(parents=True, exist_ok=True)
+        with locked(cache) as alone:
+            if target.is_file() and digest(target) == wheel.sha256:
+                return target  # another run has brought it in the meantime
+            # Of runs that were killed: the lock keeps live ones out.
+            for stale in cache.glob("download-????????") if alone else ():
+                shutil.rmtree(stale, ignore_errors=True)
+            if target.is_dir():
+                raise SourceError(target, "a wheel, or nothing", "a folder", move_away(target))
+            with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
+                found = download(release.version, wheel.filename, Path(folder))
+                if digest(found) != wheel.sha256:
+                    remedy = "do not use this file; see where pip has it from (pip config list)"
+                    raise SourceError(
+                        wheel.filename, f"sha256 {wheel.sha256}", f"sha256 {digest(found)}", remedy
+                    )
+                os.replace(found, target)
     return target
 
 
@@ -91,28 +106,70 @@ def download(version: str, filename: str, folder: Path) -> Path:
 
 def pip_download(requirement: str, folder: Path, arguments: list[str], filename: str) -> Path:
     """Run ``pip download``; raises SourceError unless ``filename`` is in ``folder`` afterwards."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command += [*arguments, "--dest", str(folder), requirement]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    pip += [*arguments, "--dest", str(folder), requirement]
     done = subprocess.run(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=pip_environment()
+        pip,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=pip_environment(),
     )
     target = folder / filename
     if done.returncode == 0 and target.is_file():
         return target
     said = [text for text in done.stderr.splitlines() if text.strip() and "WARNING" not in text]
     brought = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
-    if "No module named pip" in done.stderr:
-        remedy = "run with a Python that has pip (python -m ensurepip)"
-    else:
-        remedy = f"check pip's access to PyPI, or put {filename} into a folder and set PIP_FIND_LINKS to it"
+    remedy = pip_remedy(done.stderr, folder) or (
+        f"check pip's access to PyPI, or put {filename} into a folder and set PIP_FIND_LINKS to it"
+    )
     raise SourceError(filename, "pip to download it", said[-1].strip() if said else brought, remedy)
 
 
-def pip_environment() -> dict[str, str]:
-    """The environment without settings that make pip ignore what it was asked for."""
-    return {
-        k: v for k, v in os.environ.items() if k not in ("PIP_REQUIRE_HASHES", "PIP_NO_BINARY", "PIP_PRE")
+def pip_remedy(said: str, folder: Path) -> str | None:
+    """What to do about pip's words, where they tell; ``folder`` is where it wrote to."""
+    text = said.lower()
+    if "no module named pip" in text:
+        return "run with a Python that has pip (python -m ensurepip)"
+    if "no space left" in text or "disk quota" in text:
+        return (
+            f"free some space in {quoted(folder.parent)} and in {quoted(tempfile.gettempdir())}, then retry"
+        )
+    settings = {
+        "could not find an activated virtualenv": "require-virtualenv",
+        "externally-managed-environment": "break-system-packages",
+        "require-hashes": "require-hashes",
+        "constraint": "constraint",
     }
+    for words, setting in settings.items():
+        if words in text:
+            name = f"PIP_{setting.replace('-', '_').upper()}"
+            return f"unset {name}, or {setting} in pip's configuration (pip config list), then retry"
+    return None
+
+
+# A wheel that is asked for by name and held against its hash gains nothing from these, and a container's or
+# a site's defaults make pip refuse it. A value wins over pip's configuration files; a missing one does not.
+_PIP_SETTINGS = {
+    "PIP_CONSTRAINT": os.devnull,
+    "PIP_REQUIRE_HASHES": "0",
+    "PIP_REQUIRE_VIRTUALENV": "0",
+    "PIP_PRE": "0",
+}
+
+
+def pip_environment() -> dict[str, str]:
+    """The environment with those of pip's settings off that would keep it from what it is asked for."""
+    dropped = (
+        "PIP_NO_BINARY",
+        "PIP_ONLY_BINARY",
+        "PIP_PLATFORM",
+        "PIP_ABI",
+        "PIP_REQUIREMENT",
+        "PIP_EDITABLE",
+    )
+    return {**{k: v for k, v in os.environ.items() if k not in dropped}, **_PIP_SETTINGS}
 
 
 def digest(path: Path) -> str:
@@ -144,9 +201,23 @@ def members(wheel: Path) -> Iterator[tuple[str, int, bytes]]:
 
 
 def unpack(wheel: Path, dest: Path) -> None:
-    """Unpack a wheel into ``dest`` (made if missing), files 0644 or 0755 whatever the umask."""
-    for path, mode, data in members(wheel):
+    """Unpack a wheel into ``dest`` (made if missing): files 0644 or 0755, folders 0755, at any umask."""
+    write_files(dest, members(wheel))
+
+
+def write_files(dest: Path, files: Iterable[tuple[str, int, bytes]]) -> None:
+    """Write files (path, permission bits, content) below ``dest``; folders that are new get 0755."""
+    _make_folder(dest)
+    for path, mode, data in files:
         target = dest.joinpath(*path.split("/"))
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(target.parent)
         target.write_bytes(data)
         target.chmod(mode)
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir()
+        # The bits above permissions (a group's folder hands them down) stay.
+        folder.chmod(folder.stat().st_mode & 0o7000 | 0o755)

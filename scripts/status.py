@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from scripts.apply import is_patched_wheel, split_ops
-from scripts.errors import ExpectationError, OverlayError
+from scripts import arguments as types
+from scripts.apply import broken_record, caveat, is_patched_wheel, split_ops, unlisted
+from scripts.errors import ExpectationError, OverlayError, command
 from scripts.manifest import Manifest, load
 from scripts.overlay import PACKAGE, RECORD, Overlay, load_overlay, sha256
 from scripts.revert import plan_revert
@@ -20,7 +20,7 @@ HALF = "half applied (apply or revert completes it)"
 def main(argv: list[str]) -> int:
     """``status --tree PATH``; raises ExpectationError when ``--expect`` does not hold."""
     parser = argparse.ArgumentParser(prog="nox -s status --", description=__doc__)
-    parser.add_argument("--tree", type=Path, required=True, metavar="PATH", help="the tree to judge")
+    parser.add_argument("--tree", type=types.path, required=True, metavar="PATH", help="the tree to judge")
     parser.add_argument(
         "--expect", choices=("overlaid", "pristine"), help="fail unless the whole tree is that"
     )
@@ -37,6 +37,9 @@ def main(argv: list[str]) -> int:
     print(f"{tree.root}: {verdict}")
     for text in lines(tree, state, overlay):
         print(f"  {text}")
+    claim = _claim(tree, state, manifest)
+    if claim is not None:
+        print(f"  {claim}")
     if arguments.expect is not None:
         expect(tree, arguments.expect, ops, manifest, overlay)
     return 0
@@ -45,7 +48,7 @@ def main(argv: list[str]) -> int:
 def judge(tree: Tree, state: State, manifest: Manifest, overlay: Overlay) -> str:
     """The tree in a few words: pristine, overlaid, half applied, changed by hand, or not supported."""
     files = state.files
-    if any(f.verdict == EDITED for f in files):
+    if any(f.verdict == EDITED for f in files) or tree.in_the_way(f.path for f in state.added):
         return "changed by hand (or files in the overlay's place)"
     touched = [f for f in files if f.verdict == OVERLAID]
     if tree.leftovers([f.path for f in files] + [RECORD], PACKAGE):
@@ -54,9 +57,10 @@ def judge(tree: Tree, state: State, manifest: Manifest, overlay: Overlay) -> str
         wrong = [f.path for f in state.upstream if f.verdict != PRISTINE]
         return f"not supported as it is ({', '.join(wrong)})" if wrong else "pristine"
     ops = state.record.ops if state.record else state.ops
-    known = set(ops) <= set(overlay.ops) and ops
-    if known and mismatch(tree, ops, manifest, overlay) is None:
-        return f"overlaid, version {overlay.version}, ops {', '.join(ops)}"
+    if ops and set(ops) <= set(overlay.ops) and _differs(tree, ops, manifest, overlay) is None:
+        what = f"overlaid, version {overlay.version}, ops {', '.join(ops)}"
+        problem = _not_installed(tree, ops, manifest, overlay)
+        return f"{what}; but {problem.file}: {problem.found}, not {problem.expected}" if problem else what
     if whole(state):
         return f"overlaid by another version or state of the overlay, ops {', '.join(ops)}"
     return HALF
@@ -95,6 +99,15 @@ def lines(tree: Tree, state: State, overlay: Overlay) -> list[str]:
     return found
 
 
+def _claim(tree: Tree, state: State, manifest: Manifest) -> str | None:
+    """What is to be said of a tree whose ``package_info.py`` claims a release that its files are not of."""
+    common = set(manifest.releases).intersection(*(file.releases for file in state.upstream))
+    says = tree.says()
+    if not state.upstream or not common or says is None or says in common:
+        return None
+    return caveat(tree, [release for release in manifest.releases if release in common])
+
+
 def _upstream(file: FileState) -> str:
     known = f"the file of {', '.join(file.releases)}" if file.variant else "a file that is not pinned"
     if file.verdict == OVERLAID:
@@ -109,7 +122,11 @@ def _upstream(file: FileState) -> str:
 
 def expect(tree: Tree, expected: str, ops: tuple[str, ...], manifest: Manifest, overlay: Overlay) -> None:
     """Raise ExpectationError unless the whole tree is ``overlaid`` with exactly ``ops``, or ``pristine``."""
+    what = f"overlaid ({', '.join(ops)})" if expected == "overlaid" else expected
     try:
+        blocked = tree.in_the_way(overlay.added)
+        if blocked is not None:
+            raise blocked
         problem = (
             mismatch(tree, ops, manifest, overlay)
             if expected == "overlaid"
@@ -124,32 +141,57 @@ def expect(tree: Tree, expected: str, ops: tuple[str, ...], manifest: Manifest, 
         if record is not None and is_patched_wheel(record):
             remedy = "install the patched wheel made from this checkout, or upstream's for a pristine tree"
         elif expected == "overlaid":
-            remedy = f"run apply --tree {tree.root} --ops {','.join(ops)}, and status again"
+            remedy = command("apply", "--tree", tree.root, "--ops", ",".join(ops))
         else:
-            remedy = f"run revert --tree {tree.root}, or restore upstream's files"
-        what = f"overlaid ({', '.join(ops)})" if expected == "overlaid" else expected
+            remedy = f"{command('revert', '--tree', tree.root)}, or restore upstream's files"
         raise ExpectationError(tree.root, what, problem, remedy)
 
 
 def mismatch(tree: Tree, ops: tuple[str, ...], manifest: Manifest, overlay: Overlay) -> str | None:
-    """What keeps a tree from being overlaid by this checkout with exactly ``ops``; None when it is."""
+    """What keeps a tree from being overlaid by this checkout with exactly ``ops``; None when it is.
+
+    Raises what ``plan`` raises, and an OverlayError for a RECORD that does not list all files.
+    """
+    differs = _differs(tree, ops, manifest, overlay)
+    if differs is not None:
+        return differs
+    problem = _not_installed(tree, ops, manifest, overlay)
+    if problem is not None:
+        raise problem
+    return None
+
+
+def _differs(tree: Tree, ops: tuple[str, ...], manifest: Manifest, overlay: Overlay) -> str | None:
     planned = plan(tree.read, manifest, overlay, ops)
+    state = inspect(tree.read, manifest, overlay)
+    if state.record is None and all(file.verdict == PRISTINE for file in state.files):
+        return "pristine"
     for action in planned.actions:
         if action.changes and action.kind != "record":
             return f"{action.path} is not as this checkout writes it"
-    state = inspect(tree.read, manifest, overlay)
     if state.record is None or state.record.previous or set(state.record.ops) != set(ops):
         return f"{RECORD} is missing, unfinished or of other ops"
     left = tree.leftovers([f.path for f in state.files] + [RECORD], PACKAGE)
-    if left:
-        return f"{left[0]} was left by a run that was cut short"
+    return f"{left[0]} was left by a run that was cut short" if left else None
+
+
+def _not_installed(
+    tree: Tree, ops: tuple[str, ...], manifest: Manifest, overlay: Overlay
+) -> OverlayError | None:
+    """What is wrong with RECORD of an installed tree whose files are all as they should be."""
     record = tree.installed_record()
-    if record is not None and not is_patched_wheel(record):
-        text = tree.read(record) or b""
-        unlisted = [path for path in planned.after() if f"{path},".encode() not in text]
-        if unlisted:
-            return f"{record} does not list {unlisted[0]}"
-    return None
+    if record is None or is_patched_wheel(record):
+        return None
+    planned = plan(tree.read, manifest, overlay, ops)
+    installed = tree.read(record) or b""
+    missing = unlisted(installed, planned.bases)
+    if missing is not None:
+        return broken_record(record, missing)
+    missing = unlisted(installed, planned.after())
+    if missing is None:
+        return None
+    remedy = command("apply", "--tree", tree.root, "--ops", ",".join(ops))
+    return ExpectationError(record, f"a line for {missing}", "no such line", remedy)
 
 
 def _not_pristine(tree: Tree, manifest: Manifest, overlay: Overlay) -> str | None:

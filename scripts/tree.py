@@ -15,13 +15,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from scripts.errors import StateError, TreeError
+from scripts.errors import StateError, TreeError, quoted
+from scripts.files import held, move_away, obstacle, working
 
 INIT = "megatron/core/__init__.py"
 _DEPTH = 4
 _LOOK_AT = 5000
 _PATIENCE_S = 60.0
-_TEMPORARY = ".liger-overlay.tmp"
+TEMPORARY = ".liger-overlay.tmp"
 
 
 class Tree:
@@ -34,15 +35,20 @@ class Tree:
     @classmethod
     def locate(cls, path: Path) -> Tree:
         """The tree at ``path``. Raises TreeError, which names the trees above and below it, if it is none."""
-        root = path.resolve()
-        if (root / INIT).is_file():
-            return cls(root)
-        found = "no such folder" if not root.exists() else "no such file in it"
+        expected = f"a folder that has {INIT}"
+        try:
+            root = path.resolve()
+            if (root / INIT).is_file():
+                return cls(root)
+            found = "no such file in it" if root.exists() else "no such folder"
+        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+            found = getattr(error, "strerror", None) or "links in a circle"
+            remedy = "run as a user who may read the tree, or give another folder"
+            raise TreeError(path, expected, found, remedy) from None
         near = [*_editable(root), *_above(root), *_below(root)]
-        remedy = (
-            f"use --tree {' or --tree '.join(near[:3])}" if near else "give the folder that holds megatron/"
-        )
-        raise TreeError(path, f"a folder that has {INIT}", found, remedy)
+        remedy = " or ".join(f"--tree {quoted(tree)}" for tree in near[:3])
+        remedy = f"use {remedy}" if near else "give the folder that holds megatron/"
+        raise TreeError(path, expected, found, remedy)
 
     def path(self, path: str) -> Path:
         return self.root.joinpath(*path.split("/"))
@@ -50,50 +56,91 @@ class Tree:
     def read(self, path: str) -> bytes | None:
         """The file's bytes, None where there is none. Raises TreeError for a link, a folder or the like."""
         target = self.path(path)
-        for part in (*reversed(target.relative_to(self.root).parents[:-1]), target.relative_to(self.root)):
-            if (self.root / part).is_symlink():
-                remedy = "give --tree the folder that the link leads into, or put the file itself there"
-                raise TreeError(part.as_posix(), "a file of the tree itself", "a symbolic link", remedy)
         try:
-            mode = target.stat().st_mode
+            inside = target.relative_to(self.root)
+            for part in (*reversed(inside.parents[:-1]), inside):
+                if (self.root / part).is_symlink():
+                    remedy = "give --tree the folder that the link leads into, or put the file itself there"
+                    raise TreeError(part.as_posix(), "a file of the tree itself", "a symbolic link", remedy)
+            if not stat.S_ISREG(target.stat().st_mode):
+                raise TreeError(path, "a plain file", "something else", move_away(target))
+            return target.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
-        if not stat.S_ISREG(mode):
-            raise TreeError(path, "a plain file", "something else", "move it away")
-        try:
-            return target.read_bytes()
-        except PermissionError:
-            raise TreeError(path, "a file that can be read", "no permission", "run as its owner") from None
+        except OSError as error:
+            found = error.strerror or str(error)
+            remedy = "run as a user who may read the tree"
+            raise TreeError(path, "a file that can be read", found, remedy) from None
 
-    def require_writable(self, paths: Iterable[str]) -> None:
-        """Raise TreeError unless each file could be replaced; root too needs some write bit."""
+    def in_the_way(self, paths: Iterable[str]) -> StateError | None:
+        """The refusal of a file that stands where a path needs a folder."""
         for path in paths:
-            target = self.path(path)
-            folder = target.parent
-            while not folder.exists():
+            folder = self.path(path).parent
+            while not os.path.lexists(folder):
                 folder = folder.parent
             if not folder.is_dir():
                 name = folder.relative_to(self.root).as_posix()
-                raise StateError(name, "a folder, or nothing", "a file", "move it away, then retry")
-            for item in (target, folder):
-                if item.exists():
-                    self._require_writable(item)
+                return StateError(name, "a folder, or nothing", "a file", move_away(folder))
+        return None
+
+    def require_writable(
+        self, paths: Iterable[str], *, bytecode: Iterable[str] = (), remnants: Iterable[str] = ()
+    ) -> None:
+        """Raise TreeError or StateError unless all that a change touches could be changed.
+
+        That is each file of ``paths``, its folder and its bytecode, the bytecode of the files ``bytecode``,
+        and ``remnants``, which will be deleted. Root, too, needs some write bit.
+        """
+        paths = list(paths)
+        blocked = self.in_the_way(paths)
+        if blocked is not None:
+            raise blocked
+        with working(self.root):
+            for path in paths:
+                target = self.path(path)
+                folder = target.parent
+                while not folder.exists():
+                    folder = folder.parent
+                for item in (target, folder):
+                    if item.exists():
+                        self._require_writable(item)
+                if self.temporary(path).is_dir():
+                    name = self.temporary(path).relative_to(self.root).as_posix()
+                    remedy = move_away(self.temporary(path))
+                    raise StateError(name, "nothing, or a file that a run left", "a folder", remedy)
+            for path in dict.fromkeys((*paths, *bytecode)):
+                for item in self._bytecode(path):
+                    self._require_removable(item)
+            for path in remnants:
+                self._require_removable(self.path(path))
 
     def _require_writable(self, item: Path) -> None:
-        mode = stat.S_IMODE(item.stat().st_mode)
-        if mode & 0o222 and os.access(item, os.W_OK):
-            return
-        name = item.relative_to(self.root).as_posix()
-        found = f"read-only (mode {mode:04o})" if not mode & 0o222 else "no permission to write"
-        remedy = f"make the tree writable (chmod -R u+w {self.root}) or give a copy of it"
-        raise TreeError(name, "a file or folder that may be written", found, remedy)
+        problem = obstacle(item, self.root)
+        if problem is not None:
+            name = item.relative_to(self.root).as_posix()
+            raise TreeError(name, "a file or folder that may be written", *problem)
+
+    def _require_removable(self, item: Path) -> None:
+        self._require_writable(item.parent)
+        folder, entry, user = item.parent.stat(), item.lstat(), os.geteuid()
+        foreign = folder.st_mode & stat.S_ISVTX and user not in (0, folder.st_uid, entry.st_uid)
+        if foreign or held(item):
+            found = "another user's, in a sticky folder" if foreign else "immutable or append-only"
+            remedy = "run as its owner" if foreign else f"chattr -i -a {quoted(item)} as root"
+            name = item.relative_to(self.root).as_posix()
+            raise TreeError(name, "a file that may be deleted", found, f"{remedy}, or use a writable copy")
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keep other applies and reverts out, leaving no file. Waits a minute, then raises StateError."""
         import fcntl
 
-        fd = os.open(self.path("megatron/core"), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fd = os.open(self.path("megatron/core"), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            found = error.strerror or str(error)
+            remedy = "run as a user who may read and write the tree, or use a copy"
+            raise TreeError("megatron/core", "a folder that can be read", found, remedy) from None
         try:
             deadline = time.monotonic() + _PATIENCE_S
             while True:
@@ -146,7 +193,7 @@ class Tree:
 
     def temporary(self, path: str) -> Path:
         target = self.path(path)
-        return target.with_name(f".{target.name}{_TEMPORARY}")
+        return target.with_name(f".{target.name}{TEMPORARY}")
 
     def sweep(self, paths: Iterable[str], folder: str) -> list[str]:
         """Take away what a killed run left beside ``paths``, and ``folder`` with its subfolders where empty.
@@ -183,20 +230,24 @@ class Tree:
     @staticmethod
     def _temporaries(folders: Iterable[Path]) -> list[Path]:
         # By pattern: another version of the overlay may have been cut short at a file that this one has not.
-        return sorted(p for folder in folders for p in folder.glob(f".*{_TEMPORARY}"))
+        found = (p for folder in folders for p in folder.glob(f".*{TEMPORARY}"))
+        return sorted(p for p in found if p.is_symlink() or not p.is_dir())
 
     def drop_bytecode(self, path: str) -> None:
         """Delete what ``__pycache__`` holds for a source file, and the cache when that empties it."""
-        target = self.path(path)
-        cache = target.parent / "__pycache__"
-        if target.suffix != ".py" or cache.is_symlink() or not cache.is_dir():
-            return
-        stale = [item for item in cache.iterdir() if item.match(f"{_literal(target.stem)}.*.pyc")]
+        stale = self._bytecode(path)
         for item in stale:
             item.unlink(missing_ok=True)
         if stale:
             with suppress(OSError):
-                cache.rmdir()
+                stale[0].parent.rmdir()
+
+    def _bytecode(self, path: str) -> list[Path]:
+        target = self.path(path)
+        cache = target.parent / "__pycache__"
+        if target.suffix != ".py" or cache.is_symlink() or not cache.is_dir():
+            return []
+        return [item for item in cache.iterdir() if item.match(f"{_literal(target.stem)}.*.pyc")]
 
     def installed_record(self) -> str | None:
         """RECORD of the megatron-core installed here, relative to the tree; raises TreeError for two."""
@@ -239,7 +290,9 @@ def _literal(stem: str) -> str:
 
 
 def _above(root: Path) -> list[str]:
-    return [str(parent) for parent in root.parents if (parent / INIT).is_file()][:1]
+    with suppress(OSError):
+        return [str(parent) for parent in root.parents if (parent / INIT).is_file()][:1]
+    return []
 
 
 def _below(root: Path) -> list[str]:
@@ -255,14 +308,16 @@ def _below(root: Path) -> list[str]:
                         return found
                     if entry.is_dir(follow_symlinks=False):
                         deeper.append(Path(entry.path))
-        found += sorted(str(folder) for folder in deeper if (folder / INIT).is_file())
+        for folder in sorted(deeper):
+            with suppress(OSError):
+                found += [str(folder)] if (folder / INIT).is_file() else []
         level = deeper
     return found
 
 
 def _editable(root: Path) -> list[str]:
     """Where the editable install of megatron-core in a site-packages folder has its source."""
-    found = []
+    found: list[str] = []
     for info in root.glob("megatron_core-*.dist-info/direct_url.json"):
         import json
         from urllib.parse import unquote, urlsplit

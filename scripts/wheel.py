@@ -19,9 +19,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts import arguments as types
 from scripts import source
 from scripts.apply import split_ops
-from scripts.errors import SourceError, TreeError, UsageError
+from scripts.errors import SourceError, TreeError, UsageError, command, quoted
+from scripts.files import locked, require_folder, working
 from scripts.manifest import Manifest, PinnedFile, Release, load
 from scripts.overlay import PACKAGE, ROOT, Overlay, load_overlay, sha256
 from scripts.tree import Tree
@@ -49,9 +51,10 @@ def main(argv: list[str]) -> int:
     overlay = load_overlay(manifest=manifest)
     release = manifest.release(arguments.release) if arguments.release else None
     if arguments.tree is None and release is None:
-        remedy = f"write megatron=={manifest.newest()}, or --tree PATH"
+        remedy = f"{command('wheel', f'megatron=={manifest.newest()}')}, or wheel --tree PATH"
         raise UsageError("command line", "a release or a tree", "neither", remedy)
 
+    require_folder(arguments.out)
     ops = split_ops(arguments.ops)
     made: list[Patched] = []
     if arguments.tree is not None:
@@ -82,20 +85,15 @@ def fetch(release: Release, python: str | None, platform: str | None, *, every: 
 
     Raises SourceError, before a wheel is opened, when it is not the pinned one.
     """
-    from packaging.utils import parse_wheel_filename
-
-    choices = [(python, platform)]
-    if every:
-        tags = [next(iter(parse_wheel_filename(pin.filename)[3])) for pin in release.wheels]
-        choices = [(f"{tag.interpreter[2]}.{tag.interpreter[3:]}", tag.platform) for tag in tags]
-    return [_read_pinned(source.fetch(release, *choice), release.wheels) for choice in choices]
+    pins = release.wheels if every else (source.choose(release, python, platform),)
+    return [_read_pinned(source.fetch_file(release, pin), release.wheels) for pin in pins]
 
 
 def _read_pinned(path: Path, pins: Iterable[PinnedFile]) -> Wheel:
     data = path.read_bytes()
     expected = {pin.filename: pin.sha256 for pin in pins}[path.name]
     if sha256(data) != expected:
-        remedy = f"delete {path} and repeat"
+        remedy = f"rm {quoted(path)}, then repeat"
         raise SourceError(path.name, f"sha256 {expected}", f"sha256 {sha256(data)}", remedy)
     return read_wheel(data, path.name)
 
@@ -163,10 +161,10 @@ def _build(copy: Path, out: Path, shown: Path) -> Wheel:
         "SOURCE_DATE_EPOCH": str(_EPOCH),
         "PATH": os.pathsep.join([python, os.environ.get("PATH", os.defpath)]),  # setup.py calls python3
     }
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "--no-input"]
-    command += ["--disable-pip-version-check", "--wheel-dir", str(out), str(copy)]
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "--no-input"]
+    pip += ["--disable-pip-version-check", "--wheel-dir", str(out), str(copy)]
     done = subprocess.run(
-        command,
+        pip,
         env=environment,
         umask=0o022,
         stdout=subprocess.PIPE,
@@ -178,7 +176,8 @@ def _build(copy: Path, out: Path, shown: Path) -> Wheel:
     if done.returncode or len(found) != 1:
         sys.stdout.flush()
         print(done.stdout, file=sys.stderr)
-        remedy = f"see that {shlex.join(['pip', 'wheel', '--no-deps', str(shown)])} works, then repeat"
+        check = shlex.join(["pip", "wheel", "--no-deps", str(shown)])
+        remedy = source.pip_remedy(done.stdout, copy) or f"see that {check} works, then repeat"
         found_text = f"exit code {done.returncode} and {len(found)} wheels; pip's words are above"
         raise SourceError(shown, "one wheel, built by pip", found_text, remedy)
     wheel = read_wheel(found[0].read_bytes(), found[0].name)
@@ -192,17 +191,22 @@ def _build(copy: Path, out: Path, shown: Path) -> Wheel:
 
 def _write(folder: Path, name: str, data: bytes) -> Path:
     """Put a file into ``folder`` by a rename, so that it is there whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
     target = folder / name
-    temporary = folder / f".{name}.{os.getpid()}.tmp"
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with working(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder) as alone:
+            # Of runs that were killed: the lock keeps live ones out.
+            for stale in folder.glob(".megatron_core-*.whl.*.tmp") if alone else ():
+                stale.unlink()
+            temporary = folder / f".{name}.{os.getpid()}.tmp"
+            try:
+                with temporary.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, target)
+            finally:
+                temporary.unlink(missing_ok=True)
     return target
 
 
@@ -236,11 +240,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nox -s wheel --", description=__doc__)
     parser.add_argument("release", nargs="?", metavar="megatron==VERSION", help="a pinned release")
     parser.add_argument(
-        "--tree", type=Path, metavar="PATH", help="build from this checkout (needs a compiler)"
+        "--tree", type=types.path, metavar="PATH", help="build from this checkout (needs a compiler)"
     )
     parser.add_argument("--ops", metavar="A,B", help="only these ops (default: all)")
-    parser.add_argument("--python", metavar="3.12", help="the wheel for this Python (default: this one)")
-    parser.add_argument("--platform", metavar="TAG", help="the wheel for this platform tag or machine")
+    parser.add_argument(
+        "--python", type=types.text, metavar="3.12", help="the wheel for this Python (default: this one)"
+    )
+    parser.add_argument(
+        "--platform", type=types.text, metavar="TAG", help="the wheel for this platform tag or machine"
+    )
     parser.add_argument("--all-platforms", action="store_true", help="every wheel that the release has")
-    parser.add_argument("--out", type=Path, default=DIST, metavar="PATH", help="where to (default: dist/)")
+    parser.add_argument(
+        "--out", type=types.path, default=DIST, metavar="PATH", help="where to (default: dist/)"
+    )
     return parser

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from liger_kernels import launches
 from liger_kernels import swiglu as module
 from liger_kernels.swiglu import swiglu, swiglu_reference
+from torch.utils.checkpoint import checkpoint
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 MODES = ["plain", "bias", "weights"]
@@ -198,9 +199,7 @@ def test_known_values_with_bias(dtype: torch.dtype, rows: int, device: torch.dev
     torch.testing.assert_close(result.dbias.cpu().double(), expected * rows, rtol=max(close, 1e-6), atol=0)
 
 
-@pytest.mark.parametrize(
-    "weight_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
-)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_known_values_with_weights(weight_dtype: torch.dtype, device: torch.device) -> None:
     y = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16, device=device)
     weights = torch.tensor([[0.5]], dtype=weight_dtype, device=device)
@@ -622,7 +621,7 @@ def test_in_place_takes_new_memory_where_rows_overlap_or_are_copied(
 
 
 def test_in_place_and_saved_tensor_hooks(device: torch.device) -> None:
-    """An offloaded input comes back as other memory: overwriting that is right, as often as it comes back."""
+    """An offloaded input comes back as other memory, as often as it is asked for."""
     (x, _, _), dout = make("plain", (5, 40), torch.bfloat16, device)
     expected = run(swiglu, (x, None, None), dout)
     source = leaf(x)
@@ -653,11 +652,61 @@ def test_in_place_and_hooks_that_keep_the_tensor(device: torch.device) -> None:
     """Autograd checks no version under hooks, so the second backward would read the first one's gradient."""
     (x, _, _), dout = make("plain", (5, 40), torch.bfloat16, device)
     source = leaf(x)
+    expected = run(swiglu, (x, None, None), dout)
     with torch.autograd.graph.saved_tensors_hooks(lambda y: y, lambda y: y):
-        out = swiglu(source * 1, in_place=True)
-    out.backward(dout, retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y = source * 1
+        out = swiglu(y, in_place=True)
+    for _ in range(2):
+        source.grad = None
+        out.backward(dout, retain_graph=True)
+        assert torch.equal(source.grad, expected.dy)
+    assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_in_place_and_recomputation(mode: str, device: torch.device) -> None:
+    """The region's other operations saved the same memory, and autograd checks no version there."""
+    inputs, dout = make(mode, (5, 40), torch.float32, device)
+
+    def region(y: torch.Tensor, *rest: torch.Tensor | None, in_place: bool) -> torch.Tensor:
+        return swiglu(torch.tanh(y), *rest, in_place=in_place)
+
+    grads = []
+    for in_place in (False, True):
+        leaves = [None if x is None else leaf(x) for x in inputs]
+        out = checkpoint(region, *leaves, in_place=in_place, use_reentrant=False)
         out.backward(dout)
+        grads.append([x.grad for x in leaves if x is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.parametrize("operand", ["bias", "weights", "dout"])
+def test_in_place_beside_an_operand_in_the_same_memory(operand: str, device: torch.device) -> None:
+    (x, _, _), dout = make("plain", (300, 8), torch.float32, device)
+
+    def call(in_place: bool) -> torch.Tensor:
+        source = leaf(x)
+        y = source * 1
+        if operand == "bias":
+            swiglu(y, y[0].detach(), in_place=in_place).backward(dout)
+        elif operand == "weights":
+            swiglu(y, None, y[:, :1].detach(), in_place=in_place).backward(dout)
+        else:
+            swiglu(y, in_place=in_place).backward(y.detach()[:1, :8].expand(300, 8))
+        return source.grad
+
+    assert torch.equal(call(True), call(False))
+
+
+def test_pending_negation(device: torch.device) -> None:
+    """A view whose sign is not in memory: every operand, and the output's gradient."""
+    for mode in MODES:
+        inputs, dout = make(mode, (5, 40), torch.float32, device)
+        expected = run(swiglu, inputs, dout)
+        negated = tuple(None if x is None else torch._neg_view(-x) for x in inputs)
+        result = run(swiglu, negated, torch._neg_view(-dout))
+        for name, value in expected.tensors().items():
+            assert torch.equal(result.tensors()[name], value), name
 
 
 # --- Refusals ---

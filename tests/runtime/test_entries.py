@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ENTRIES = ("bias_swiglu_impl", "weighted_bias_swiglu_impl")
 UNTOUCHED = (
@@ -216,9 +217,15 @@ REFUSED: dict[str, tuple[str, str, Callable[[torch.Tensor], Call]]] = {
     ),
     "weights, integers": (
         WEIGHTED,
-        "weights that are not floating point of 16 bits or more",
+        "weights of a dtype other than bfloat16, float16 and float32",
         lambda x: ((x, None, x[:, :1].int()), {}),
     ),
+    "weights, float64": (
+        WEIGHTED,
+        "weights of a dtype other than bfloat16, float16 and float32",
+        lambda x: ((x, None, x[:, :1].double()), {}),
+    ),
+    "negation": (DENSE, "an argument that is no plain tensor", lambda x: ((torch._neg_view(x), None), {})),
     "subclass": (
         DENSE,
         "an argument that is no plain tensor",
@@ -424,11 +431,19 @@ def test_option_of_a_later_release(liger: ModuleType, device: torch.device, valu
 def test_under_torch_compile(
     fused: ModuleType, liger: ModuleType, device: torch.device, fullgraph: bool
 ) -> None:
-    """Upstream's code is traced: equal results, no new trace at later calls, counted once a trace."""
+    """Upstream's code is traced: its compiled results, no new trace at later calls, counted once a trace.
+
+    Its compiled gradients, right or not: torch 2.11 compiles upstream's own functions to wrong ones.
+    """
 
     def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         dense: torch.Tensor = fused.bias_swiglu_impl(x * 2, None, False, False)
         weighted: torch.Tensor = fused.weighted_bias_swiglu_impl(x, None, w, False)
+        return dense + weighted
+
+    def upstream(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        dense: torch.Tensor = fused._upstream_bias_swiglu_impl(x * 2, None, False, False)
+        weighted: torch.Tensor = fused._upstream_weighted_bias_swiglu_impl(x, None, w, False)
         return dense + weighted
 
     torch._dynamo.reset()
@@ -440,7 +455,8 @@ def test_under_torch_compile(
     for _ in range(3):
         output = compiled(x, w)
         torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(gradients(output, [x, w]), gradients(expected, [x, w]))
+    theirs = torch.compile(upstream, backend="aot_eager", fullgraph=fullgraph)(x, w)
+    torch.testing.assert_close(gradients(output, [x, w]), gradients(theirs, [x, w]))
     for name in ENTRIES:
         assert counts(liger, name) == {
             "kernel": before[name],
@@ -457,3 +473,26 @@ def test_strict_under_torch_compile(fused: ModuleType, liger: ModuleType, device
         RuntimeError, match=r"FallbackError: swiglu: bias_swiglu_impl .*traced by torch\.compile"
     ):
         compiled(torch.ones(4, 8, device=device))
+
+
+class Watch(TorchDispatchMode):
+    """Records the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_watched(fused: ModuleType, liger: ModuleType, device: torch.device) -> None:
+    """What records PyTorch's operators gets upstream's: a kernel's launch is none of them."""
+    x = torch.randn(3, 8, device=device)
+    with Watch() as watch:
+        output = fused.bias_swiglu_impl(x, None)
+    torch.testing.assert_close(output, fused._upstream_bias_swiglu_impl(x, None))
+    assert any("mul" in name for name in watch.seen)
+    reason = "watched by a torch dispatch mode or torch.jit.trace"
+    assert counts(liger, DENSE) == {"kernel": 0, "off": 0, "upstream": {reason: 1}}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -78,16 +79,11 @@ def test_apply_rebuilds_what_is_not_as_it_should_be(
 ) -> None:
     cli.main(["apply", "megatron==0.16.1"])
     expected = take_snapshot(build)
-    killed = build.with_name(f".{build.name}-killed")
+    killed = build.with_name(f".{build.name}.liger-overlay-12345678")
     killed.mkdir()
-    for spoil in (
-        lambda: (build / SWIGLU).write_bytes(b""),
-        lambda: (build / "megatron/core/extra.py").write_bytes(b""),
-        lambda: (build / RECORD).unlink(),
-    ):
-        spoil()
-        cli.main(["apply", "megatron==0.16.1"])
-        assert take_snapshot(build) == expected
+    (build / RECORD).unlink()
+    assert cli.main(["apply", "megatron==0.16.1"]) == 0
+    assert take_snapshot(build) == expected
     assert not killed.exists()
 
 
@@ -213,3 +209,151 @@ def test_a_closed_pipe_is_no_traceback(real_tree: Path) -> None:
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", [[], ["-u"]])
+@pytest.mark.parametrize(("expected", "code"), [("overlaid", 0), ("pristine", 1)])
+def test_a_reader_that_leaves_does_not_change_the_result(
+    real_tree: Path, unbuffered: list[str], expected: str, code: int
+) -> None:
+    """A pipe whose other end is closed from the start stands for any reader that leaves."""
+    words = ["status", "--tree", str(real_tree), "--expect", expected]
+    for command in (["apply", "--tree", str(real_tree)], words):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run(
+            [sys.executable, *unbuffered, "-m", "scripts", *command],
+            cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        os.close(write)
+        assert "Broken pipe" not in done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.returncode == (0 if command[0] == "apply" else code)
+    assert cli.main(["status", "--tree", str(real_tree), "--expect", "overlaid"]) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_output_that_is_full_is_told(real_tree: Path) -> None:
+    command = [sys.executable, "-m", "scripts", "status", "--tree", str(real_tree)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 5
+    assert done.stderr.startswith("file:     standard output")
+    assert "Traceback" not in done.stderr
+
+
+def test_any_path_is_printed_in_any_encoding(real_tree: Path) -> None:
+    tree = os.fsencode(real_tree.parent / "Bäume") + b"\xff"
+    os.rename(os.fsencode(real_tree), tree)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    for words, code in ((["apply"], 0), (["status", "--expect", "pristine"], 1)):
+        command = [os.fsencode(sys.executable), "-m", "scripts", *words, "--tree", tree]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
+        assert done.returncode == code, done.stderr
+        assert b"Traceback" not in done.stderr
+        assert b"B\\xe4ume" in done.stdout
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams(real_tree: Path, closed: str) -> None:
+    line = f"{sys.executable} -m scripts status --tree {real_tree} --expect overlaid {closed}"
+    assert subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True).returncode == 1
+
+
+@pytest.mark.parametrize("words", [
+    ["apply", "--tree", ""], ["revert", "--tree="], ["status", "--tree", " "], ["diff", "--tree", ""],
+    ["apply", "megatron==0.16.1", "--python", ""], ["apply", "megatron==0.16.1", "--platform="],
+    ["wheel", "--tree", ""], ["wheel", "megatron==0.16.1", "--python", ""],
+    ["wheel", "megatron==0.16.1", "--platform", ""], ["wheel", "megatron==0.16.1", "--out", ""],
+    ["apply", "--tree", "~nobody-of-that-name/x"],
+])  # fmt: skip
+def test_an_empty_value_is_never_a_default(
+    words: list[str], build: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("scripts.source.fetch_file", lambda *a: pytest.fail("went on"))
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert [text.split(":")[0] for text in error.splitlines()] == ["file", "expected", "found", "remedy"]
+
+
+@pytest.mark.parametrize("form", [["--tree", "~/unpacked"], ["--tree=~/unpacked"]])
+def test_a_home_is_expanded(real_tree: Path, form: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(real_tree.parent))
+    assert cli.main(["status", *form, "--expect", "pristine"]) == 0
+
+
+def test_status_repeats_what_the_tree_claims(real_tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["status", "--tree", str(real_tree)]
+    assert cli.main(words) == 0
+    assert "package_info.py" not in capsys.readouterr().out
+    (real_tree / "megatron/core/package_info.py").write_bytes(b"MAJOR = 0\nMINOR = 17\nPATCH = 0\n")
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "as in 0.16.1" in said
+    assert "says 0.17.0" in said
+
+
+@pytest.mark.parametrize("safe", [{}, {"PYTHONSAFEPATH": "1"}])
+def test_the_folder_runs_from_anywhere(real_tree: Path, safe: dict[str, str]) -> None:
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **safe}
+    command = [sys.executable, str(ROOT / "scripts"), "status", "--tree", real_tree.name]
+    done = subprocess.run(command, cwd=real_tree.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{real_tree}: pristine" in done.stdout
+    probe = (
+        "import runpy, sys, scripts.lint\nfrom pathlib import Path\n"
+        "def seen(argv): print([str(Path(p or '.').resolve()) for p in sys.path]); return 0\n"
+        f"scripts.lint.main = seen; sys.argv = [{str(ROOT / 'scripts')!r}, 'lint']\n"
+        f"runpy.run_path({str(ROOT / 'scripts')!r}, run_name='__main__')"
+    )
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=real_tree.parent, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert repr(str(ROOT)) not in done.stdout
+    assert repr(str(ROOT / "scripts")) not in done.stdout
+
+
+@pytest.mark.parametrize("version", ["3.8", "3.9"])
+@pytest.mark.parametrize("form", [["-m", "scripts"], ["scripts"]])
+def test_a_python_that_is_too_old_says_so(version: str, form: list[str]) -> None:
+    home = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = [*map(str, home.glob(f"{version}.*/bin/python")), f"python{version}"]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    for python in found:
+        try:
+            done = subprocess.run(
+                [python, *form, "status", "--tree", "."], cwd=ROOT, env=environment,
+                capture_output=True, text=True,
+            )  # fmt: skip
+        except FileNotFoundError:
+            continue
+        if "command not found" in done.stderr:
+            continue
+        assert done.returncode == 2
+        assert done.stderr.startswith("needs Python 3.10 or newer")
+        assert done.stderr.count("\n") == 1
+        return
+    pytest.skip(f"no Python {version} here")
+
+
+def test_a_python_that_is_too_old_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18, "final", 0))
+    assert cli.main(["status"]) == 2
+    assert capsys.readouterr().err == "needs Python 3.10 or newer; this is 3.9.18\n"
+    source = (ROOT / "scripts" / "__main__.py").read_text()
+    ast.parse(source, feature_version=(3, 8))
+
+
+def test_the_wheel_needs_no_packaging(real_wheel: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['packaging'] = None\n"
+        "from scripts.__main__ import main\n"
+        f"sys.exit(main(['wheel', 'megatron==0.16.1', '--out', {str(tmp_path)!r}]))"
+    )
+    done = run(python=("-c", code))
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.iterdir())) == 1

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.overlay import extend, load_overlay, overlay_version, sha256, split
+from scripts.overlay import ROOT, extend, load_overlay, overlay_version, sha256, split
 
 LINES = st.lists(st.sampled_from([b"x = 1", b"  y  ", b"", b"\t", b"# caf\xc3\xa9", b"\xff\x00"]), max_size=4)
 BASES = st.builds(
@@ -93,3 +99,124 @@ def test_the_projects_own_overlay_loads() -> None:
     assert "megatron/core/liger/kernels/swiglu.py" in overlay.added
     assert "megatron/core/fusions/fused_bias_swiglu.py" in overlay.tails
     assert not set(overlay.added) & set(overlay.tails)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of its own with this project's sources, committed."""
+    for name in os.environ:
+        if name.startswith("GIT_"):
+            monkeypatch.delenv(name)
+    root = tmp_path / "checkout"
+    for name in ("overlay", "kernels", "patches"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / ".gitignore").write_text("*.log\nignored.py\n")
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    commit(root)
+    return root
+
+
+def git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def commit(root: Path) -> None:
+    person = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgSign=false")
+    git(root, *person, "commit", "-q", "--allow-empty", "-m", "all")
+
+
+def nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clean checkout."""
+
+
+def other_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("overlay/notes.txt", "kernels/run.log", "patches/files.json.orig", "new.py", "scripts.py"):
+        (root / path).write_bytes(b"")
+    (root / "kernels/__pycache__").mkdir()
+    (root / "kernels/__pycache__/rows.cpython-311.pyc").write_bytes(b"")
+
+
+def another_repository_in_the_environment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(root.parent, "init", "-q", "other")
+    monkeypatch.setenv("GIT_DIR", str(root.parent / "other" / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(root.parent / "other"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(root.parent / "no index"))
+
+
+def settings(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("status.showUntrackedFiles", "no"),
+        ("core.fileMode", "true"),
+        ("core.autocrlf", "true"),
+    ):
+        git(root, "config", name, value)
+    (root / "kernels/rows.py").chmod(0o755)
+
+
+def no_index(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / ".git/index").unlink()
+
+
+def another_owner(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    for path in (root, root / ".git"):
+        os.chown(path, 65534, 65534)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [nothing, other_files, another_repository_in_the_environment, settings, no_index, another_owner],
+)
+def test_the_commit_depends_on_what_is_written_alone(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, pytest.MonkeyPatch], None]
+) -> None:
+    head = git(checkout, "rev-parse", "HEAD")
+    change(checkout, monkeypatch)
+    assert load_overlay(checkout).commit == head
+
+
+@pytest.mark.parametrize(
+    "path", ["kernels/rows.py", "kernels/fresh.py", "kernels/ignored.py", "patches/releases.json"]
+)
+def test_other_bytes_than_the_commits_show(checkout: Path, path: str) -> None:
+    head = git(checkout, "rev-parse", "HEAD")
+    file = checkout / path
+    file.write_bytes((file.read_bytes() if file.exists() else b"") + b"\n")
+    assert load_overlay(checkout).commit == f"{head}+dirty"
+    git(checkout, "update-index", "--assume-unchanged", "kernels/rows.py")
+    assert load_overlay(checkout).commit == f"{head}+dirty"
+
+
+def test_a_missing_file_shows(checkout: Path) -> None:
+    (checkout / "kernels/rows.py").unlink()
+    assert str(load_overlay(checkout).commit).endswith("+dirty")
+
+
+@pytest.mark.parametrize("how", ["no repository", "a repository above", "no git", "no commit"])
+def test_sources_without_git_have_no_commit(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    if how == "no git":
+        monkeypatch.setenv("PATH", str(checkout))
+    else:
+        shutil.rmtree(checkout / ".git")
+    if how == "a repository above":
+        git(checkout.parent, "init", "-q")
+        git(
+            checkout.parent,
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@b",
+            "commit",
+            "-q",
+            "--allow-empty",
+            "-m",
+            "a",
+        )
+    if how == "no commit":
+        git(checkout, "init", "-q")
+    assert load_overlay(checkout).commit is None

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import stat
 import subprocess
 import sys
@@ -145,3 +147,110 @@ def test_unpacked_files_have_plain_modes(real_tree: Path) -> None:
     modes = {stat.S_IMODE(path.stat().st_mode) for path in real_tree.rglob("*") if path.is_file()}
     assert modes <= {0o644, 0o755}
     assert (real_tree / "megatron/core/__init__.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PIP_CONSTRAINT", "constraints.txt"),
+        ("PIP_REQUIRE_HASHES", "1"),
+        ("PIP_REQUIRE_VIRTUALENV", "1"),
+        ("PIP_NO_BINARY", ":all:"),
+        ("PIP_PRE", "1"),
+        ("PIP_PLATFORM", "win_amd64"),
+    ],
+)
+@pytest.mark.parametrize("where", ["environment", "configuration"])
+def test_pips_settings_for_other_packages_do_not_get_in_the_way(
+    shop: tuple[Path, Release],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    where: str,
+) -> None:
+    """Containers set a constraint file for all that is installed later, sites ask for hashes or for an
+    environment.
+    """
+    _, release = shop
+    (tmp_path / "constraints.txt").write_text("megatron-core==0.9\n")
+    value = value.replace("constraints.txt", str(tmp_path / "constraints.txt"))
+    if where == "environment":
+        monkeypatch.setenv(name, value)
+    else:
+        setting = name.removeprefix("PIP_").lower().replace("_", "-")
+        (tmp_path / "pip.conf").write_text(f"[global]\n{setting} = {value}\n")
+        monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    assert source.fetch(release, "3.11", "x86_64", tmp_path / "cache").name == NAME
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("ERROR: Could not find an activated virtualenv (required).", "PIP_REQUIRE_VIRTUALENV"),
+        ("ERROR: In --require-hashes mode, all requirements must have their versions pinned", "HASHES"),
+        ("The user requested (constraint) megatron-core==0.9", "PIP_CONSTRAINT"),
+        (
+            "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device",
+            "free some",
+        ),
+        ("/usr/bin/python3: No module named pip", "ensurepip"),
+    ],
+)
+def test_the_likely_cause_of_pips_failure_is_named(
+    said: str, remedy: str, shop: tuple[Path, Release], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr=said)
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: failed)
+    with pytest.raises(SourceError) as caught:
+        source.fetch(shop[1], "3.11", "x86_64", tmp_path / "cache")
+    assert remedy in caught.value.remedy
+
+
+def test_what_a_killed_download_left_is_swept_away(shop: tuple[Path, Release], tmp_path: Path) -> None:
+    left = tmp_path / "cache" / "download-a1b2c3d4"
+    left.mkdir(parents=True)
+    (left / "half.whl").write_bytes(b"half")
+    source.fetch(shop[1], "3.11", "x86_64", tmp_path / "cache")
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [NAME]
+
+
+def test_a_download_that_goes_on_is_left_alone(
+    shop: tuple[Path, Release], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = tmp_path / "cache" / "download-a1b2c3d4"
+    live.mkdir(parents=True)
+
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    source.fetch(shop[1], "3.11", "x86_64", tmp_path / "cache")
+    assert live.exists()
+
+
+def test_two_fetches_at_once_bring_it_once(
+    shop: tuple[Path, Release], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = tmp_path / "calls"
+    calls.mkdir()
+    bring = source.download
+
+    def count(version: str, filename: str, folder: Path) -> Path:
+        (calls / str(os.getpid())).touch()
+        return bring(version, filename, folder)
+
+    monkeypatch.setattr(source, "download", count)
+    children = []
+    for _ in range(2):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                source.fetch(shop[1], "3.11", "x86_64", tmp_path / "cache")
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+    assert len(list(calls.iterdir())) == 1

@@ -128,7 +128,7 @@ def test_expect_overlaid_reads_the_installed_record(installed: Any) -> None:
     installed.apply()
     expecting(installed, "overlaid")
     record.write_bytes(before)
-    with pytest.raises(ExpectationError, match="does not list"):
+    with pytest.raises(ExpectationError, match="no such line"):
         expecting(installed, "overlaid")
 
 

@@ -29,7 +29,11 @@ OLD_TRITON = f"Triton is older than {TRITON_FLOOR[0]}.{TRITON_FLOOR[1]}"
 ON_CPU = "a CPU tensor without TRITON_INTERPRET=1"
 OTHER_DEVICE = "a tensor on a device that is neither CUDA nor CPU"
 COMPILING = "traced by torch.compile"
+NOT_PLAIN = "an argument that is no plain tensor"
+WATCHED = "watched by a torch dispatch mode or torch.jit.trace"
 OFF = f"off by {SWITCH}"
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 LOGGER = logging.getLogger("megatron.core.liger")
 
@@ -80,6 +84,16 @@ def version_pair(text: str) -> tuple[int, int]:
     """The first two numbers of a version; ``(0, 0)`` when it has none."""
     numbers = re.match(r"(\d+)\.(\d+)", text)
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a kernel may read the tensor's memory as it is: no subclass, strided, no pending negation."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_neg()
+
+
+def watched() -> bool:
+    """Whether something records PyTorch's operators in this thread; it would not see a kernel's launch."""
+    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._get_tracing_state() is not None
 
 
 class Op:
@@ -136,7 +150,7 @@ class Entry:
         op.entries[name] = self
 
     def served(self, tensor: torch.Tensor) -> None:
-        """Count a call that runs on the kernel."""
+        """Count a call that ran on the kernel."""
         if job_pending:
             _first_call(self, None, tensor)
         self.kernel += 1

@@ -34,9 +34,15 @@ def distributed() -> bool:
     """Whether this process is one of a job's ranks, and not a helper that inherited a rank's environment."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return True
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and not _spawned()
+
+
+def _spawned() -> bool:
+    """Whether another Python process made this one by multiprocessing, and no rank of a job came of it."""
     import multiprocessing
 
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and multiprocessing.parent_process() is None
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return multiprocessing.parent_process() is not None and not initialized
 
 
 def _head() -> str:
@@ -51,7 +57,7 @@ def announce(entry: dispatch.Entry, reason: str | None, tensor: Any) -> None:
     """The line at the first call. ``reason``: why that call does not run on the kernel, or None."""
     global _announced
     try:
-        if os.getpid() != _pid or rank() != 0:
+        if os.getpid() != _pid or _spawned() or rank() != 0:
             return
         device = tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu"
         platform = dispatch.platform()

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .dispatch import COMPILING, OFF, Op, platform
+from .dispatch import COMPILING, NOT_PLAIN, OFF, WATCHED, Op, is_plain, platform, watched
 
 OP = Op("swiglu", kernel="swiglu.swiglu", launches=("swiglu_",))
 _MODULE = OP.entry("LigerMegatronSwiGLU")
@@ -23,20 +23,17 @@ _MODULE = OP.entry("LigerMegatronSwiGLU")
 FP8_INPUT_STORE = "fp8_input_store"
 CPU_OFFLOAD_INPUT = "cpu_offload_input"
 OPTIONS = "options that upstream's function does not have"
-NOT_PLAIN = "an argument that is no plain tensor"
 DTYPE = "a dtype other than bfloat16, float16 and float32"
 DIMENSIONS = "input with other than 2 or 3 dimensions"
 ODD = "a last dimension that is not 2n with n > 0"
 BIAS_AND_WEIGHTS = "bias together with weights"
 MIXED = "input and bias of different dtypes"
 BIAS_SHAPE = "bias of a shape other than [2n]"
-WEIGHTS_DTYPE = "weights that are not floating point of 16 bits or more"
+WEIGHTS_DTYPE = "weights of a dtype other than bfloat16, float16 and float32"
 WEIGHTS_SHAPE = "weights of a shape other than [tokens, 1]"
 DEVICES = "tensors on different devices"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_WEIGHT_DTYPES = (*_DTYPES, torch.float64)
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 _kernel: Callable[..., torch.Tensor] | None = None
 
@@ -46,8 +43,10 @@ def unserved(input: torch.Tensor, bias: torch.Tensor | None, *weights: torch.Ten
 
     ``weights`` is given, once, for the weighted form only.
     """
-    if type(input) not in _PLAIN:
+    if not is_plain(input):
         return NOT_PLAIN
+    if watched():
+        return WATCHED
     device = input.device
     if (reason := platform().unusable(device.type)) is not None:
         return reason
@@ -61,7 +60,7 @@ def unserved(input: torch.Tensor, bias: torch.Tensor | None, *weights: torch.Ten
     if bias is not None:
         if weights:
             return BIAS_AND_WEIGHTS
-        if type(bias) not in _PLAIN:
+        if not is_plain(bias):
             return NOT_PLAIN
         if bias.dtype != dtype:
             return MIXED
@@ -70,9 +69,9 @@ def unserved(input: torch.Tensor, bias: torch.Tensor | None, *weights: torch.Ten
         if bias.device != device:
             return DEVICES
     for weight in weights:
-        if weight is None or type(weight) not in _PLAIN:
+        if weight is None or not is_plain(weight):
             return NOT_PLAIN
-        if weight.dtype not in _WEIGHT_DTYPES:
+        if weight.dtype not in _DTYPES:
             return WEIGHTS_DTYPE
         if weight.dim() != 2 or weight.size(1) != 1 or weight.size(0) * width != input.numel():
             return WEIGHTS_SHAPE
@@ -92,8 +91,9 @@ def run(
 
 
 def _serve(in_place: bool, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    output = run(in_place, input, bias)
     _MODULE.served(input)
-    return run(in_place, input, bias)
+    return output
 
 
 _compiler: Any = torch.compiler
@@ -143,8 +143,9 @@ class TakenOver:
         if reason is None:
             reason = unserved(*tensors)
         if reason is None:
+            output = run(OP.in_place, *tensors)
             entry.served(tensors[0])
-            return run(OP.in_place, *tensors)
+            return output
         entry.fell_back(reason, tensors[0])
         return self.upstream(*tensors, *options, **named)
 
@@ -156,8 +157,9 @@ class LigerMegatronSwiGLU(nn.Module):
 
     Args:
         fallback_impl: called as ``bias_swiglu_impl`` is, for what the kernel does not serve.
-        in_place: backward writes the gradient over the input's memory, and autograd raises when that input is
-            needed again; ``LIGER_MEGATRON_IN_PLACE=swiglu`` asks for it too.
+        in_place: backward writes the gradient over the input's memory where that is safe (the kernel's
+            docstring says where), and autograd raises when that input is needed again;
+            ``LIGER_MEGATRON_IN_PLACE=swiglu`` asks for it too.
         config: a ``TransformerConfig``, read once for what this activation cannot be.
 
     Raises:
@@ -202,7 +204,7 @@ class LigerMegatronSwiGLU(nn.Module):
         Raises:
             ValueError: the input's dimensions are other than 2 or 3, or the last one is odd or zero.
             RuntimeError: the kernel does not serve the call and there is no ``fallback_impl``.
-            FallbackError: it does not, and ``LIGER_MEGATRON_STRICT=1``.
+            FallbackError: it does not, there is one, and ``LIGER_MEGATRON_STRICT=1``.
         """
         if input.dim() not in (2, 3):
             raise ValueError(f"input must be [tokens, 2n] or [s, b, 2n], not {list(input.shape)}")
