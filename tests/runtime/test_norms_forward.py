@@ -322,6 +322,20 @@ def test_autocast(wrapped: Any, liger: ModuleType, device: torch.device, normali
 
 
 @pytest.mark.parametrize("normalization", NORMS)
+def test_function_transforms(
+    wrapped: Any, liger: ModuleType, device: torch.device, normalization: str
+) -> None:
+    norm, twin = build(wrapped, normalization, device)
+    x = torch.randn(3, H, device=device)
+    found, wanted = (
+        torch.func.vmap(torch.func.grad(lambda row, norm=norm: norm(row).square().sum()))(x)
+        for norm in (norm, twin)
+    )
+    torch.testing.assert_close(found, wanted)
+    assert counts(liger, ENTRY)["upstream"] == {"under a transform of torch.func": 1}
+
+
+@pytest.mark.parametrize("normalization", NORMS)
 def test_sharded_weight(
     wrapped: Any, liger: ModuleType, device: torch.device, normalization: str, tmp_path: Path
 ) -> None:
@@ -469,12 +483,20 @@ print(type(norm).__name__, liger.counters()["norms"])
 
 @pytest.mark.parametrize("interpreted", [False, True])
 def test_on_cpu(python: Python, interpreted: bool) -> None:
-    """Without the interpreter torch's own code serves what ours built."""
+    """Without the interpreter torch's own code serves what ours built. The job's two lines say so."""
     done = python(code=ON_CPU, **({"TRITON_INTERPRET": "1"} if interpreted else {}))
     found = next(line for line in done.stdout.splitlines() if line.startswith("RMSNorm "))
+    first, last = (line for line in done.stdout.splitlines() if line.startswith("liger overlay"))
     if interpreted:
+        assert "norms kernel" in first
+        assert (
+            "norms: WrappedTorchNorm 3 kernel, launches norm_backward 1, norm_forward 3, norm_reduce 1"
+            in last
+        )
         assert "'WrappedTorchNorm': {'kernel': 3, 'off': 0, 'upstream': {}}" in found
         assert "'launches': {'norm_backward': 1, 'norm_forward': 3, 'norm_reduce': 1}" in found
     else:
+        assert "norms upstream (a CPU tensor without TRITON_INTERPRET=1)" in first
+        assert "norms: WrappedTorchNorm 3 upstream (a CPU tensor without TRITON_INTERPRET=1)" in last
         assert "{'a CPU tensor without TRITON_INTERPRET=1': 3}" in found
         assert "'launches': {}" in found

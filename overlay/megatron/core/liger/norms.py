@@ -23,6 +23,7 @@ _MODULE = OP.entry("LigerMegatronRMSNorm")
 
 NOT_PLAIN = "an argument that is no plain tensor"
 AUTOCAST = "under autocast"
+TRANSFORM = "under a transform of torch.func"
 DTYPE = "a dtype other than bfloat16, float16 and float32"
 MIXED = "LayerNorm with input and parameters of different dtypes"
 DIMENSIONS = "normalization over other than one dimension"
@@ -54,6 +55,8 @@ def unserved(norm: _Norm, x: torch.Tensor, bias: torch.Tensor | None) -> str | N
         return reason
     if torch.is_autocast_enabled(device.type):
         return AUTOCAST
+    if torch._C._are_functorch_transforms_active():  # what autograd functions ask, too
+        return TRANSFORM
     if x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
         return DTYPE
     if len(shape) != 1:
