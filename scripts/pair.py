@@ -16,7 +16,7 @@ from pathlib import Path
 from scripts.apply import apply_tree, build_tree, split_ops
 from scripts.errors import UsageError
 from scripts.manifest import load
-from scripts.overlay import RECORD
+from scripts.overlay import ON_REQUEST, RECORD
 from scripts.revert import revert_tree
 from scripts.tree import Tree
 
@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tree", type=Path, metavar="PATH", help="or a tree, overlaid or pristine; copied, not changed"
     )
-    parser.add_argument("--ops", metavar="OP,…", help="only these ops (default: all)")
+    parser.add_argument(
+        "--ops", metavar="OP,…", help=f"only these ops (default: all but {', '.join(sorted(ON_REQUEST))})"
+    )
 
 
 @contextmanager

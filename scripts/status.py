@@ -25,7 +25,9 @@ def main(argv: list[str]) -> int:
         "--expect", choices=("overlaid", "pristine"), help="fail unless the whole tree is that"
     )
     parser.add_argument(
-        "--ops", metavar="A,B", help="with --expect overlaid: exactly these ops (default: all)"
+        "--ops",
+        metavar="A,B",
+        help="with --expect overlaid: exactly these ops (default: those that apply installs unasked)",
     )
     arguments = parser.parse_args(argv)
     manifest = load()

@@ -18,12 +18,11 @@ import torch
 from torch import nn
 
 from . import ranks
-from .dispatch import OFF, ON_CPU, OTHER_DEVICE, Op, kernel_module, platform
+from .dispatch import NOT_PLAIN, OFF, ON_CPU, OTHER_DEVICE, Op, is_plain, kernel_module, platform
 from .settings import LABEL_SMOOTHING_SCOPES, SETTINGS
 
 OUT_OF_RANGE = "labels beyond the vocabulary"
 OPTIONS = "options that upstream's function does not have"
-NOT_PLAIN = "an argument that is no plain tensor"
 DTYPE = "logits of a dtype other than bfloat16, float16 and float32"
 LABELS_DTYPE = "labels of a dtype other than int64"
 VOCABULARY = "logits without a vocabulary as the last dimension"
@@ -33,7 +32,6 @@ SMOOTHING = "label smoothing that is no number in [0, 1)"
 GROUP = "a group that is not torch.distributed's"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def _out_of_range(wait: bool) -> dict[str, int | None]:
@@ -54,7 +52,7 @@ _kernel: Callable[..., torch.Tensor] | None = None
 
 def unserved(logits: torch.Tensor, target: torch.Tensor, label_smoothing: Any = 0.0) -> str | None:
     """Why no kernel serves these arguments on any rank, as a short fixed text, or None when it does."""
-    if type(logits) not in _PLAIN or type(target) not in _PLAIN:
+    if not is_plain(logits) or not is_plain(target):
         return NOT_PLAIN
     if logits.dtype not in _DTYPES:
         return DTYPE

@@ -16,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .dispatch import Op, platform
+from .dispatch import NOT_PLAIN, WATCHED, Op, is_plain, platform, watched
 
 OP = Op("norms", kernel="norms.rms_norm", launches=("norm_",))
 _MODULE = OP.entry("LigerMegatronRMSNorm")
 
-NOT_PLAIN = "an argument that is no plain tensor"
 AUTOCAST = "under autocast"
 TRANSFORM = "under a transform of torch.func"
 DTYPE = "a dtype other than bfloat16, float16 and float32"
@@ -34,7 +33,6 @@ NO_EPS = "no eps"
 DERIVED = "a class derived from it"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 # Torch before 2.4 has no RMSNorm; nothing is built there.
 _TorchRMSNorm: Any = getattr(nn, "RMSNorm", nn.LayerNorm)
@@ -48,8 +46,10 @@ def unserved(norm: _Norm, x: torch.Tensor, bias: torch.Tensor | None) -> str | N
         x: the input.
     """
     weight, shape = norm.weight, norm.normalized_shape
-    if type(x) not in _PLAIN or type(weight) not in _PLAIN:
+    if not is_plain(x) or not is_plain(weight):
         return NOT_PLAIN
+    if watched():
+        return WATCHED
     device = x.device
     if (reason := platform().unusable(device.type)) is not None:
         return reason
@@ -72,7 +72,7 @@ def unserved(norm: _Norm, x: torch.Tensor, bias: torch.Tensor | None) -> str | N
     if weight.dtype != x.dtype and isinstance(norm, nn.LayerNorm):
         return MIXED
     if bias is not None:
-        if type(bias) not in _PLAIN:
+        if not is_plain(bias):
             return NOT_PLAIN
         if bias.dtype != x.dtype:
             return MIXED
