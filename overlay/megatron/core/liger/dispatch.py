@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .settings import OPS as NAMES
 from .settings import SETTINGS, STRICT, SWITCH
 
 TORCH_FLOOR = (2, 6)
@@ -213,6 +214,11 @@ def platform() -> Platform:
     return _platform
 
 
+def in_order() -> list[Op]:
+    """The ops as the settings order them; their modules are imported in any order."""
+    return sorted(OPS.values(), key=lambda op: NAMES.index(op.name))
+
+
 def _first_call(entry: Entry, reason: str | None, tensor: torch.Tensor | None) -> None:
     global job_pending
     job_pending = False
@@ -252,7 +258,7 @@ def counters() -> dict[str, dict[str, Any]]:
             "launches": {name: n for name, n in sorted(launched.items()) if name.startswith(op.launches)},
             "collectives": module.COLLECTIVES[op.name] if module else 0,
         }
-        for op in OPS.values()
+        for op in in_order()
     }
 
 

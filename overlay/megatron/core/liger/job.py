@@ -63,7 +63,7 @@ def announce(entry: dispatch.Entry, reason: str | None, tensor: Any) -> None:
         platform = dispatch.platform()
         ops = []
         files = installed.files()
-        for op in dispatch.OPS.values():
+        for op in dispatch.in_order():
             why = reason if op is entry.op else platform.unusable(device)
             state = installed.op_state(op.name, files) if files else installed.INSTALLED
             if op is not entry.op and state == installed.NOT_INSTALLED:
@@ -87,6 +87,7 @@ def announce(entry: dispatch.Entry, reason: str | None, tensor: Any) -> None:
 def summary() -> str:
     """Counts since the start (or the last reset), in one line: for each op its entries, then its launches."""
     parts = []
+    files = installed.files()
     for name, op in dispatch.counters().items():
         calls = []
         for entry, n in op["entries"].items():
@@ -96,7 +97,8 @@ def summary() -> str:
             if runs:
                 calls.append(f"{entry} {' + '.join(runs)}")
         launched = [f"{kernel} {count}" for kernel, count in op["launches"].items()]
-        text = ", ".join(calls) if calls else "never called"
+        state = installed.op_state(name, files) if files else installed.INSTALLED
+        text = ", ".join(calls) or ("never called" if state == installed.INSTALLED else state)
         text += f", launches {', '.join(launched)}" if launched else ""
         text += f", collectives {op['collectives']}" if op["collectives"] else ""
         for what, count in _device_counts(name).items():
