@@ -50,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "release", nargs="?", metavar="megatron==VERSION", help="the pinned release to compare"
     )
     parser.add_argument(
-        "--tree", type=Path, metavar="PATH", help="or a tree, overlaid or pristine; copied, not changed"
+        "--tree",
+        type=arguments_path,
+        metavar="PATH",
+        help="or a tree, overlaid or pristine; copied, not changed",
     )
     parser.add_argument(
         "--ops", metavar="OP,…", help=f"only these ops (default: all but {', '.join(sorted(ON_REQUEST))})"

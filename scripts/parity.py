@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import pair
+from scripts.arguments import path
 from scripts.workers.entries import ENTRIES
 from scripts.workers.spawn import detect_device, run_world
 
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="for each of three processes"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every case's numbers")
+    parser.add_argument("--json", type=path, metavar="FILE", help="write every case's numbers")
 
 
 def run(arguments: argparse.Namespace) -> int:

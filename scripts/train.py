@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import pair
+from scripts.arguments import path
 from scripts.errors import UsageError
 from scripts.workers.entries import ENTRIES, NORM_SLOTS
 from scripts.workers.spawn import detect_device, log_lines, run_world
@@ -161,7 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="for each of three worlds"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--json", type=path, metavar="FILE", help="write everything that was measured")
 
 
 def run(arguments: argparse.Namespace) -> int:
