@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.apply import apply_tree, build_tree, split_ops
+from scripts.arguments import path
 from scripts.errors import UsageError
 from scripts.manifest import load
 from scripts.overlay import ON_REQUEST, RECORD
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tree",
-        type=arguments_path,
+        type=path,
         metavar="PATH",
         help="or a tree, overlaid or pristine; copied, not changed",
     )
