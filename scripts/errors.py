@@ -30,12 +30,12 @@ class OverlayError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(
-            f"{label + ':':10}{text}".replace("\n", "\\n")
+            f"{label + ':':10}{text}"
             for label, text in (
-                ("file", self.file),
-                ("expected", self.expected),
-                ("found", self.found),
-                ("remedy", self.remedy),
+                ("file", self.file.replace("\n", "\\n")),
+                ("expected", self.expected.replace("\n", "\\n")),
+                ("found", self.found),  # may be what another program said
+                ("remedy", self.remedy.replace("\n", "\\n")),
             )
         )
 

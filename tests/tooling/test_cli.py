@@ -17,8 +17,8 @@ import pytest
 import scripts
 from scripts import __main__ as cli
 from scripts import apply
-from scripts.manifest import load
 from scripts.overlay import PACKAGE, RECORD, load_overlay
+from scripts.verify import select_ops
 
 ROOT = Path(scripts.__file__).resolve().parent.parent
 SWIGLU = "megatron/core/fusions/fused_bias_swiglu.py"
@@ -55,7 +55,7 @@ def test_apply_into_build(build: Path, words: list[str], capsys: pytest.CaptureF
         assert path in said
     record = json.loads((build / RECORD).read_bytes())
     assert record["release"] == "0.16.1"
-    assert record["ops"] == list(load().ops)
+    assert record["ops"] == list(select_ops(load_overlay(), None))
     assert cli.main(["status", "--tree", str(build), "--expect", "overlaid"]) == 0
     compile((build / SWIGLU).read_bytes(), SWIGLU, "exec")
 
@@ -122,7 +122,7 @@ def test_the_whole_round_on_the_real_files(
     assert cli.main(["status", *tree, "--expect", "pristine"]) == 0
     assert cli.main(["apply", *tree]) == 0
     assert "may mix" in capsys.readouterr().out
-    assert cli.main(["status", *tree, "--expect", "overlaid", "--ops", ",".join(load().ops)]) == 0
+    assert cli.main(["status", *tree, "--expect", "overlaid", "--ops", "swiglu"]) == 0
     assert cli.main(["status", *tree, "--expect", "pristine"]) == 1
     assert cli.main(["apply", *tree]) == 0
     assert "nothing was written" in capsys.readouterr().out
