@@ -14,6 +14,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from scripts.apply import build_tree
+from scripts.manifest import load
+
 Python = Callable[..., subprocess.CompletedProcess[str]]
 
 #: What a fresh process needs for its kernels to run: nothing on a GPU, else the interpreter.
@@ -83,3 +86,14 @@ def strict(liger: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(7)
+
+
+@pytest.fixture(scope="session")
+def release_tree(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a tree of the release with the named ops only."""
+
+    def make(*ops: str) -> Path:
+        dest = tmp_path_factory.mktemp("some_ops") / "tree"
+        return build_tree(load().release("megatron==0.16.1"), ops, dest, overlaid=True)
+
+    return make

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -159,3 +161,16 @@ assert SETTINGS.strict and SETTINGS.in_place == {"swiglu"}, SETTINGS
     )
     assert "swiglu off by LIGER_MEGATRON" in done.stdout.partition(" | torch ")[0]
     assert "bias_swiglu_impl 1 off by LIGER_MEGATRON" in done.stdout
+
+
+def test_an_op_that_is_not_installed(python: Python, release_tree: Callable[[str], Path]) -> None:
+    """Named, it is refused; taken away, or among all of them, it is not."""
+    tree = release_tree("swiglu")
+    code = "import megatron.core.fusions.fused_bias_swiglu"
+    for name, value in (("LIGER_MEGATRON", "swiglu,norms"), ("LIGER_MEGATRON_IN_PLACE", "cross_entropy")):
+        done = python(code=code, tree=tree, expect=1, **{name: value})
+        last = done.stderr.strip().splitlines()[-1]
+        assert f"SettingsError: {name} names {value.rpartition(',')[2]}, which is not installed here" in last
+        assert "are swiglu" in last
+    for value in ("1", "default", "-norms", "swiglu", "0"):
+        python(code=code, tree=tree, LIGER_MEGATRON=value)

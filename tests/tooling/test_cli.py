@@ -17,6 +17,7 @@ import pytest
 import scripts
 from scripts import __main__ as cli
 from scripts import apply
+from scripts.manifest import load
 from scripts.overlay import PACKAGE, RECORD, load_overlay
 from scripts.verify import select_ops
 
@@ -124,6 +125,13 @@ def test_the_whole_round_on_the_real_files(
     assert "may mix" in capsys.readouterr().out
     assert cli.main(["status", *tree, "--expect", "overlaid", "--ops", "swiglu"]) == 0
     assert cli.main(["status", *tree, "--expect", "pristine"]) == 1
+    everything = ["--ops", ",".join(load().ops)]
+    assert cli.main(["status", *tree, "--expect", "overlaid", *everything]) == 1
+    assert cli.main(["apply", *tree, *everything]) == 0
+    assert cli.main(["status", *tree, "--expect", "overlaid"]) == 0
+    assert cli.main(["status", *tree, "--expect", "overlaid", "--ops", "swiglu"]) == 1
+    assert cli.main(["apply", *tree]) == 0
+    capsys.readouterr()
     assert cli.main(["apply", *tree]) == 0
     assert "nothing was written" in capsys.readouterr().out
     assert cli.main(["diff", *tree]) == 0

@@ -7,7 +7,9 @@ environment variables, and neither imports Triton nor touches a device.
 
 from __future__ import annotations
 
-from . import job
+import os
+
+from . import installed, job, settings
 from .cross_entropy import LigerMegatronCrossEntropy
 from .dispatch import FallbackError, counters, reset_counters
 from .norms import LigerMegatronRMSNorm
@@ -30,4 +32,5 @@ __all__ = [
     "reset_counters",
 ]
 
+installed.require(settings.named(os.environ))
 job.watch()

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .settings import SettingsError
+
 CORE = Path(__file__).resolve().parent.parent
 """The ``megatron/core`` folder that this module belongs to."""
 
@@ -36,6 +38,24 @@ def release() -> str:
         return str(data["release"])
     as_in = [str(version) for version in data.get("files_as_in") or []]
     return f"(files as in {', '.join(as_in)})" if as_in else "of unknown release (no record)"
+
+
+def require(named: dict[str, list[str]]) -> None:
+    """Refuse settings that name an op which this tree does not have: they would switch on nothing.
+
+    Raises:
+        SettingsError: with the variable, and the ops that there are.
+    """
+    data = record()
+    if data is None or not isinstance(there := data.get("ops"), list):
+        return
+    for variable, ops in named.items():
+        absent = [op for op in ops if op not in there]
+        if absent:
+            raise SettingsError(
+                f"{variable} names {', '.join(absent)}, which is not installed here; the ops of this tree "
+                f"are {', '.join(map(str, there))} (apply and wheel take --ops)"
+            )
 
 
 def _sha256(path: Path) -> str | None:

@@ -120,6 +120,12 @@ def read(environ: Mapping[str, str]) -> Settings:
     )
 
 
+def named(environ: Mapping[str, str]) -> dict[str, list[str]]:
+    """The ops that ``environ`` asks for by name, by variable; those that it takes away do not count."""
+    found = {name: environ.get(name, "").replace(",", " ").split() for name in (SWITCH, IN_PLACE)}
+    return {name: [item for item in items if item in OPS] for name, items in found.items()}
+
+
 def unknown(environ: Mapping[str, str]) -> list[str]:
     """The names in ``environ`` that begin like the overlay's variables but are none of them, sorted."""
     return sorted(name for name in environ if name.startswith(SWITCH) and name not in VARIABLES)
