@@ -44,8 +44,9 @@ WARP_SIZE = 64 if torch.version.hip else 32
 # gives each thread one 16-byte access to each operand, and each element exactly one thread, which in place
 # needs: a second thread that held the same element could read it after the first has overwritten it.
 # Measured on one H200 (torch 2.11, Triton 3.6, bf16, 8192 rows, cold L2) over blocks of 1024 to 16384 columns
-# and 2 to 32 warps: 2048 columns with 8 warps are the best or within 1 % of it, forward and backward, at
-# n = 1536, 4096, 14336 and 32768; with two accesses a thread the forward takes 6 % longer at 1536 and 14336.
+# and 2 to 32 warps, at n = 1536, 4096, 14336 and 32768: 2048 columns with 8 warps are the best or within
+# 1.1 % of it (but the backward at 1536: 36.6 us where 16 warps took 33.1 by events, and 30.2 by the
+# profiler); with two accesses a thread the forward takes 6 % longer at 1536 and 14336.
 BLOCK_BYTES = 4096
 
 # With the bias gradient, n = 4096: tiles of 1024 columns, 4 warps, 3 stages and 4 programs a multiprocessor

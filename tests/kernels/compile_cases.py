@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of each op whose launches `compile_gate.py` compiles: its forms, where launches differ.
+
+Each function takes the op's module, the lanes of a warp and the bytes of shared memory of a program, and
+yields labels and calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+
+Cases = Iterator[tuple[str, Callable[[], None]]]
+
+MULTIPROCESSORS = 132
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def leaf(*shape: int, dtype: torch.dtype, trained: bool = True) -> torch.Tensor:
+    return torch.ones(*shape, dtype=dtype).requires_grad_(trained)
+
+
+def swiglu(module: Any, warp_size: int, shared_memory: int) -> Cases:
+    module.choose_launch = partial(module.choose_launch, warp_size=warp_size)
+    module.multiprocessors = lambda x: MULTIPROCESSORS
+
+    def step(n: int, dtype: torch.dtype, other: str, wanted: str) -> None:
+        y = leaf(6, 2 * n, dtype=dtype, trained=wanted != "other")
+        trained = wanted != "y"
+        bias = leaf(2 * n, dtype=dtype, trained=trained) if other == "bias" else None
+        weights = leaf(6, 1, dtype=torch.float32, trained=trained) if other == "weights" else None
+        module.swiglu(y, bias, weights).backward(torch.ones(6, n, dtype=dtype))
+
+    # Odd and narrow; many rows to a program; one block of columns; several blocks.
+    for n in (7, 128, 2048, 4096, 32768):
+        for name, dtype in DTYPES.items():
+            if name != "bf16" and n != 32768:
+                continue
+            for other in ("nothing", "bias", "weights"):
+                for wanted in ("all",) if other == "nothing" else ("all", "y", "other"):
+                    label = f"{other}, n={n}, {name}, gradients of {wanted}"
+                    yield label, partial(step, n, dtype, other, wanted)
+
+
+class Group:
+    """Of two ranks, seen from the second."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 1
+
+
+def cross_entropy(module: Any, warp_size: int, shared_memory: int) -> Cases:
+    module.choose_tile = partial(module.choose_tile, warp_size=warp_size)
+    torch.distributed.all_gather_into_tensor = lambda *args, **kwargs: None
+
+    def step(columns: int, dtype: torch.dtype, **options: Any) -> None:
+        target = torch.zeros(6, 2, dtype=torch.int64)
+        loss = module.vocab_parallel_cross_entropy(leaf(6, 2, columns, dtype=dtype), target, **options)
+        loss.backward(torch.ones(2, 6).t())
+
+    # Many rows to a program, whole and with lanes that hold nothing; odd, no wide access; one tile to a row;
+    # a pipeline of tiles, with and without a masked part.
+    for columns in (1, 5, 128, 1025, 4096, 20480, 151936):
+        for name, dtype in DTYPES.items():
+            # float16 differs from bfloat16 in the conversion only
+            if name != "bf16" and columns != 151936:
+                continue
+            for smoothing in (0.0,) if columns in (1, 20480) or name == "fp16" else (0.0, 0.1):
+                label = f"columns={columns}, {name}, smoothing={smoothing}"
+                yield label, partial(step, columns, dtype, label_smoothing=smoothing)
+    for smoothing, scope in ((0.0, "global"), (0.1, "global"), (0.1, "partition")):
+        options = {"group": Group(), "label_smoothing": smoothing, "label_smoothing_scope": scope}
+        label = f"two ranks, columns=18992, bf16, smoothing={smoothing}"
+        yield label, partial(step, 18992, torch.bfloat16, **options)
+
+
+def norms(module: Any, warp_size: int, shared_memory: int) -> Cases:
+    module.multiprocessors = lambda x: MULTIPROCESSORS
+    module.shared_memory = lambda x: shared_memory
+    for choice in ("choose_forward", "choose_backward"):
+        setattr(module, choice, partial(getattr(module, choice), warp_size=warp_size))
+
+    def step(
+        n: int,
+        dtype: torch.dtype,
+        layer_norm: bool,
+        wanted: str,
+        heads: bool = False,
+        weight: torch.dtype | None = None,
+        zero_centered: bool = False,
+    ) -> None:
+        x, dy = torch.ones(6, n, dtype=dtype), torch.ones(6, n, dtype=dtype)
+        if heads:
+            x = torch.ones(6, 16, 3 * n, dtype=dtype)[:, :8, n : 2 * n]
+            dy = torch.ones(8, 6, n, dtype=dtype).transpose(0, 1)
+        x.requires_grad_(wanted != "parameters")
+        parameters = [leaf(n, dtype=weight or dtype, trained=wanted != "x") for _ in range(1 + layer_norm)]
+        function = module.layer_norm if layer_norm else module.rms_norm
+        function(x, *parameters, 1e-5, zero_centered=zero_centered).backward(dy)
+
+    # Narrow and odd; a head's, many rows to a program; odd; one row to a program, in each launch of the
+    # backward; in blocks of columns in both directions.
+    for n in (7, 128, 4095, 4096, 7168, 8192, 16384, 65536):
+        for name, dtype in DTYPES.items():
+            # float16 differs from bfloat16 in the conversion only, float32 in the launches too.
+            if (name == "fp16" and n != 128) or (name == "fp32" and n % 128):
+                continue
+            for layer_norm in (False, True):
+                for wanted in ("all", "x", "parameters"):
+                    label = f"{'layer' if layer_norm else 'rms'}_norm, n={n}, {name}, gradients of {wanted}"
+                    yield label, partial(step, n, dtype, layer_norm, wanted)
+    yield "slice of heads", partial(step, 128, torch.bfloat16, False, "all", heads=True)
+    yield "mixed dtypes", partial(step, 4096, torch.float32, False, "all", weight=torch.bfloat16)
+    yield "mixed dtypes", partial(step, 4096, torch.bfloat16, False, "all", weight=torch.float32)
+    yield "zero-centred", partial(step, 4096, torch.bfloat16, False, "all", zero_centered=True)
