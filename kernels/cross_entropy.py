@@ -82,6 +82,7 @@ class Tile:
     vector: int
     warps: int
     stages: int
+    eager: bool
 
     @property
     def block(self) -> int:
@@ -96,37 +97,34 @@ class Tile:
             "UNROLL": self.unroll,
             "VECTOR": self.vector,
             "STAGES": self.stages,
+            "EAGER": self.eager,
         }
 
 
-# Rows from this size on keep a pipeline of several tiles busy; below, a whole row is in flight at once.
+# Rows from this size on keep a pipeline of several tiles busy. In smaller ones the wait for the label counts,
+# so that a row is read before it is known whether it has one.
 WIDE_ROW_BYTES = 32768
-# Threads of a program, most bytes of a thread's part of a tile, tiles in flight.
-_SHAPES = {
-    ("forward", "wide"): (256, 32, 3),
-    ("forward", "narrow"): (128, 64, 1),
-    ("backward", "wide"): (256, 32, 3),
-    ("backward", "narrow"): (128, 64, 1),
-}
+THREADS = 128
+THREAD_BYTES = 32  # a thread's part of a tile
+WIDE_STAGES = 4
+NARROW_STAGES = 2
 
 COMBINE = Launch(rows=128, block=1, warps=4)
 
 
 @functools.cache
-def choose_tile(
-    kernel: str, columns: int, element_size: int, aligned: bool = True, warp_size: int = WARP_SIZE
-) -> Tile:
-    """The tile of `kernel` (forward or backward) for rows of `columns` logits.
+def choose_tile(columns: int, element_size: int, aligned: bool = True, warp_size: int = WARP_SIZE) -> Tile:
+    """The tile for rows of `columns` logits.
 
     Rows that are not `aligned` to 16 bytes are read value by value, so neighbours go to different lanes.
     """
-    width = "wide" if columns * element_size >= WIDE_ROW_BYTES else "narrow"
-    threads, thread_bytes, stages = _SHAPES[kernel, width]
+    wide = columns * element_size >= WIDE_ROW_BYTES
     vector = VECTOR_BYTES // element_size if aligned else 1
     vectors = next_power_of_2(-(-columns // vector))
-    lanes = min(vectors, threads)
-    unroll = min(vectors // lanes, thread_bytes // (vector * element_size))
-    return Tile(threads // lanes, lanes, unroll, vector, threads // warp_size, stages)
+    lanes = min(vectors, THREADS)
+    unroll = min(vectors // lanes, THREAD_BYTES // (vector * element_size))
+    stages = WIDE_STAGES if wide else NARROW_STAGES
+    return Tile(THREADS // lanes, lanes, unroll, vector, THREADS // warp_size, stages, eager=not wide)
 
 
 # --- Kernels ---
@@ -234,6 +232,7 @@ def cross_entropy_forward_kernel(
     UNROLL: tl.constexpr,
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
+    EAGER: tl.constexpr,
 ):
     """`loss` and `statistics` `[rows, 2]`; without `loss`, a shard's: `[rows, 4]`, or 5 if it is smoothed."""
     SMOOTHED: tl.constexpr = smoothing is not None
@@ -244,20 +243,19 @@ def cross_entropy_forward_kernel(
     o_target = _row_offset(o_r, inner, stride_target_outer, stride_target_inner)
     b_target = tl.load(target + o_target, mask=m_r, other=-1)
     m_live = m_r & (b_target >= 0) & (b_target != ignore_index)
-    b_local = b_target - vocab_start
-    m_here = m_live & (b_local >= 0) & (b_local < columns)
     p_row = logits + _row_offset(o_r, inner, stride_logits_outer, stride_logits_inner)
-    b_at_target = tl.load(p_row + tl.where(m_here, b_local, 0), mask=m_here, other=0.0).to(tl.float32)
 
     o_n = _columns(ROWS, LANES, UNROLL, VECTOR)
     p_x = p_row[None, :, None, None] + o_n
-    m_read = m_live[None, :, None, None]
+    m_read = (m_r if EAGER else m_live)[None, :, None, None]
     b_max = tl.full([ROWS, LANES], -INFINITY, dtype=tl.float32)
     b_sum = tl.zeros([ROWS, LANES], dtype=tl.float32)
     b_shifted = tl.zeros([ROWS, LANES], dtype=tl.float32)
-    # A row without a label is not read; what comes of the zeros in its place is dropped at the end.
+    # What comes of a row without a label is dropped at the end, whether the row was read or not.
     o_last = columns // BLOCK * BLOCK
-    o_stop = tl.where(tl.max(m_live.to(tl.int32), axis=0) > 0, o_last, 0)
+    o_stop = o_last
+    if not EAGER:
+        o_stop = tl.where(tl.max(m_live.to(tl.int32), axis=0) > 0, o_last, 0)
     for o in tl.range(0, o_stop, BLOCK, num_stages=STAGES):
         b_x = tl.load(p_x + o, mask=m_read, other=0.0).to(tl.float32)
         b_max, b_sum, b_shifted = _accumulate(b_x, m_read, o // LANES, b_max, b_sum, b_shifted, SMOOTHED)
@@ -276,6 +274,9 @@ def cross_entropy_forward_kernel(
         b_shifted += b_count * (_finite(b_max) - b_reference[:, None])
         b_row_shifted = tl.sum(b_shifted, axis=1)
 
+    b_local = b_target - vocab_start
+    m_here = m_live & (b_local >= 0) & (b_local < columns)
+    b_at_target = tl.load(p_row + tl.where(m_here, b_local, 0), mask=m_here, other=0.0).to(tl.float32)
     if out_of_range is not None:
         m_beyond = m_live & (b_target >= vocab_size)
         b_one = tl.full([ROWS], 1, dtype=tl.int64)
@@ -394,6 +395,7 @@ def cross_entropy_backward_kernel(
     UNROLL: tl.constexpr,
     VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
+    EAGER: tl.constexpr,
 ):
     SMOOTHED: tl.constexpr = smoothing is not None
     BLOCK: tl.constexpr = UNROLL * LANES * VECTOR
@@ -407,7 +409,7 @@ def cross_entropy_backward_kernel(
     b_max = tl.load(p_statistics, mask=m_r, other=0.0)
     b_sum = tl.load(p_statistics + 1, mask=m_r, other=1.0)
 
-    # A row whose gradient is zero is written, not read; but NaN times zero stays NaN.
+    # A row whose gradient is zero is written whatever its logits are; but NaN times zero stays NaN.
     m_live = m_r & (b_target >= 0) & (b_target != ignore_index)
     m_live = m_live & ((b_dloss != 0.0) | (b_sum != b_sum))
     b_reference = tl.where(m_live, b_max, 0.0)
@@ -430,16 +432,21 @@ def cross_entropy_backward_kernel(
         + _row_offset(o_r, inner, stride_dlogits_outer, stride_dlogits_inner)[None, :, None, None]
         + o_n
     )
-    m_read = m_live[None, :, None, None]
+    m_live = m_live[None, :, None, None]
     m_write = m_r[None, :, None, None]
+    m_read = m_write if EAGER else m_live
     o_last = columns // BLOCK * BLOCK
     for o in tl.range(0, o_last, BLOCK, num_stages=STAGES):
         b_x = tl.load(p_x + o, mask=m_read, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if EAGER:
+            b_x = tl.where(m_live, b_x, 0.0)
         b_dx = _gradient(b_x, o_n + o, b_reference, b_scale, b_uniform, b_local, b_at_target, SMOOTHED)
         tl.store(p_dx + o, b_dx.to(dlogits.dtype.element_ty), mask=m_write, eviction_policy="evict_first")
     for o in range(o_last, columns, BLOCK):
         m = o_n < columns - o
         b_x = tl.load(p_x + o, mask=m & m_read, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if EAGER:
+            b_x = tl.where(m_live, b_x, 0.0)
         b_dx = _gradient(b_x, o_n + o, b_reference, b_scale, b_uniform, b_local, b_at_target, SMOOTHED)
         tl.store(p_dx + o, b_dx.to(dlogits.dtype.element_ty), mask=m & m_write, eviction_policy="evict_first")
 
@@ -528,7 +535,7 @@ def _forward(
     shard = (
         statistics if width == 2 else torch.empty((rows, width), dtype=torch.float32, device=logits.device)
     )
-    tile = choose_tile("forward", columns, logits.element_size(), _aligned(logits, strides))
+    tile = choose_tile(columns, logits.element_size(), _aligned(logits, strides))
     with device_guard(logits):
         cross_entropy_forward_kernel[(-(-rows // tile.rows),)](
             logits,
@@ -592,7 +599,7 @@ def _backward(
     target, strides_target = _as_tokens(target, target.dim())
     dloss, strides_dloss = _as_tokens(dloss, target.dim())
     aligned = _aligned(logits, strides) and _aligned(dlogits, strides_dlogits)
-    tile = choose_tile("backward", columns, logits.element_size(), aligned)
+    tile = choose_tile(columns, logits.element_size(), aligned)
     with device_guard(logits):
         cross_entropy_backward_kernel[(-(-rows // tile.rows),)](
             logits,
