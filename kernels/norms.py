@@ -80,7 +80,9 @@ MAX_BACKWARD_ROW_BYTES = 32768
 # From this width on registers are short, and the weight is read again for each row block.
 RELOAD_COLUMNS = 16384
 
-# Backward of rows up to so many bytes: warps of 32 lanes, programs to a multiprocessor, stages.
+# Backward of rows up to so many bytes: warps of 32 lanes, programs to a multiprocessor, stages. The best, or
+# within 1 % of it, of 12 to 100 tried on an H200 at bf16 rows of 64 … 16384, as are the forward's 32 values a
+# thread.
 _BACKWARD = (
     (2048, 8, 2, 3),
     (4096, 4, 2, 4),
