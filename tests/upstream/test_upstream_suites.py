@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from scripts.apply import apply_tree
-from scripts.overlay import load_overlay
 
 #: What each suite has to have run on a kernel; of the others nothing reaches the overlay in every place.
 SUITES = {
@@ -64,7 +63,7 @@ def copies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             else:
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, copy / name)
-    apply_tree(found["overlaid"], load_overlay().ops)
+    apply_tree(found["overlaid"])
     return found
 
 
