@@ -22,8 +22,8 @@ FUSION = Path("megatron/core/fusions/fused_bias_swiglu.py")
 LIGER = Path("megatron/core/liger")
 KERNEL = LIGER / "kernels/swiglu.py"
 OPS = load_overlay().ops
-# A quarter of the tokens in a step, for all but the first test below.
-SMALL = dataclasses.replace(train.ON_CPU, sequence=16, micro_batches=1)
+# A quarter of the tokens in a step, and a vocabulary that is learnt from so few; for all but the first test.
+SMALL = dataclasses.replace(train.ON_CPU, sequence=16, micro_batches=1, vocabulary=64)
 
 
 def _options(
@@ -236,11 +236,12 @@ def test_a_class_that_launches_nothing_fails(small: Measured, overlaid_tree: Pat
 def test_a_switch_that_switches_nothing_off_fails(
     small: Measured, overlaid_tree: Path, tmp_path: Path
 ) -> None:
-    off = '    if value == "0":\n        return frozenset()\n'
-    on = off.replace("frozenset()", "frozenset(OPS)")
-    tree = _changed(overlaid_tree, tmp_path, (LIGER / "settings.py", off, on))
+    right = '    if value == "0":\n        return frozenset()\n'
+    wrong = right.replace("frozenset()", "frozenset(OPS)")
+    tree = _changed(overlaid_tree, tmp_path, (LIGER / "settings.py", right, wrong))
     failed = small.failed_with("off", tree, tmp_path)
-    assert failed == {f"LIGER_MEGATRON=0, {what}" for what in (*OPS, "the job's own line", "norm slots")}
+    off = {f"LIGER_MEGATRON=0, {what}" for what in (*OPS, "the job's own line", "norm slots")}
+    assert failed == off | {"checkpoint off -> on"}  # which the right tree's job still has of the right tree
 
 
 def _lose_a_launch(run: dict[str, Any]) -> None:
