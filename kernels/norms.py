@@ -73,7 +73,7 @@ MAX_TILE_ROWS = 32
 
 # The longest row in bytes that a program holds in registers without spills. The backward of LayerNorm, with
 # the mean and a second parameter gradient, holds half of that. Where 16-byte accesses do not fit the row,
-# each element takes an address: the backward holds a quarter, with twice the threads, the forward half.
+# each element takes an address: the backward holds a quarter, the forward half, both with twice the threads.
 MAX_FORWARD_ROW_BYTES = 65536
 MAX_BACKWARD_ROW_BYTES = 32768
 
@@ -96,7 +96,7 @@ LONG_ROW = Launch(rows=1, block=4096, warps=8)
 LONG_ROW_BACKWARD = NormLaunch(rows=1, block=4096, warps=16, stages=3, programs=2)
 
 # The sums of the partials: many of few columns, or few of many.
-REDUCE = Launch(rows=128, block=16, warps=8)
+REDUCE = Launch(rows=64, block=16, warps=4)
 REDUCE_LONG_ROW = Launch(rows=16, block=256, warps=8)
 
 
@@ -110,10 +110,10 @@ def _tile(n: int, elements: int) -> tuple[int, int]:
 def choose_forward(n: int, element_size: int, warp_size: int = WARP_SIZE) -> Launch:
     """The launch of the forward for rows of `n` columns."""
     rows, block = _tile(n, MIN_TILE)
-    size = n * element_size
-    if block * element_size > MAX_FORWARD_ROW_BYTES // (2 if size % VECTOR_BYTES else 1):
+    crowded = 2 if n * element_size % VECTOR_BYTES else 1
+    if block * element_size > MAX_FORWARD_ROW_BYTES // crowded:
         return replace(LONG_ROW, warps=LONG_ROW.warps * 32 // warp_size)
-    threads = min(max(rows * block // 32, 128), MAX_THREADS)
+    threads = min(max(rows * block * crowded // 32, 128), MAX_THREADS)
     return Launch(rows, block, threads // warp_size)
 
 
@@ -402,8 +402,21 @@ def norm_backward_kernel(
         tl.store(dbias_partials + o_partials, tl.sum(b_dbias, axis=0)[None, :], mask=m_n)
 
 
-@triton.jit
-def _add_up(partials, total, splits, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["splits"])
+def norm_reduce_kernel(
+    dweight_partials, dbias_partials, dweight, dbias, splits, n, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Adds up the partials of one parameter, or, on a grid of two rows, of both."""
+    if dweight is not None:
+        partials = dweight_partials
+        total = dweight
+        if dbias is not None:  # noqa: SIM102 (decided when it is compiled, the next when it runs)
+            if tl.program_id(1) == 1:
+                partials = dbias_partials
+                total = dbias
+    else:
+        partials = dbias_partials
+        total = dbias
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     m_n = o_n < n
     b_sum = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
@@ -411,22 +424,6 @@ def _add_up(partials, total, splits, n, ROWS: tl.constexpr, BLOCK: tl.constexpr)
         o_r = i_row + tl.arange(0, ROWS)[:, None]
         b_sum += tl.load(partials + o_r.to(tl.int64) * n + o_n, mask=(o_r < splits) & m_n, other=0.0)
     tl.store(total + o_n, tl.sum(b_sum, axis=0)[None, :].to(total.dtype.element_ty), mask=m_n)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def norm_reduce_kernel(
-    dweight_partials, dbias_partials, dweight, dbias, splits, n, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Adds up the partials of one parameter, or, on a grid of two rows, of both."""
-    if dbias is None:
-        _add_up(dweight_partials, dweight, splits, n, ROWS, BLOCK)
-    elif dweight is None:
-        _add_up(dbias_partials, dbias, splits, n, ROWS, BLOCK)
-    else:
-        if tl.program_id(1) == 0:
-            _add_up(dweight_partials, dweight, splits, n, ROWS, BLOCK)
-        else:
-            _add_up(dbias_partials, dbias, splits, n, ROWS, BLOCK)
 
 
 # --- Launchers: at least one row ---
@@ -561,7 +558,8 @@ def _backward(
             RELOAD=launch.reload,
             ROWS=launch.rows,
             BLOCK=launch.block,
-            STAGES=launch.stages,
+            # Of a pipeline for two sums alone the assembler spills some registers to fit in more programs.
+            STAGES=1 if dx is None and sums == 2 else launch.stages,
             num_warps=launch.warps,
         )
         if sums:
