@@ -76,6 +76,7 @@ def use_cpu_for_cuda() -> None:
         (torch.cuda, "set_rng_state", set_state),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "synchronize", lambda *_: None),
+        (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
         (torch.cuda, "Stream", Stream),
         (torch.cuda, "Event", Stream),
         (torch.cuda, "current_stream", lambda *_: stream),
