@@ -26,11 +26,13 @@ DTYPES = ("float32", "bfloat16")
 # with two of them there are experts without a token.
 SEEDS = (100, 294, 238, 265)
 
-# The rounding of a gradient is a sample of few independent errors, of two in the smallest one here, and SEEDS
-# are four samples: the ratio of two such measurements stays below 3 (F(8, 8) < 9: 997 times in 1000).
+# A distance is measured on few independent roundings, at the worst on one of each of the four seeds (the two
+# numbers of the smallest gradient, BERT's binary_head.bias, are each other's negative). Two measurements of
+# the same accuracy are then less than 3 times apart in 97 % of cases (F(4, 4) < 9). It was 1.8 there, on CPU.
 EACH = 3.0
-# The mean over all tensors of a model. They share the errors of the layers above, so that it is no better
-# known than this: upstream's eager activation is at 0.88 to 1.03 of its fused one, bfloat16, on CPU.
+# The geometric mean over a model's tensors. All have the roundings of the layers above in them, so that it is
+# not exactly 1 either: on CPU upstream's eager activation came to 0.88 to 1.02 of its fused one, ours to 0.92
+# to 1.15.
 TOGETHER = 1.25
 
 CROSS_ENTROPY = "vocab_parallel_cross_entropy"
@@ -139,15 +141,14 @@ def too_far(
     """
     right, band = distances(ours, truth), distances(theirs, truth)
     assert right.keys() == band.keys()
-    ratios = {name: right[name] / band[name] for name in band if band[name]}
-    assert len(ratios) >= len(band) - 2, "upstream cannot be exact so often"
     # Written so that a NaN is found.
     found = [
         f"{name}: {right[name]:.1e}, upstream {band[name]:.1e}"
-        for name, ratio in ratios.items()
-        if not ratio <= EACH
+        for name in band
+        if not right[name] <= EACH * band[name]
     ]
-    mean = math.exp(sum(math.log(ratio) for ratio in ratios.values()) / len(ratios))
+    logarithms = [math.log(max(right[name] / band[name], 1e-9)) for name in band if band[name]]
+    mean = math.exp(sum(logarithms) / len(logarithms))
     return found if mean <= TOGETHER else [*found, f"all together {mean:.2f} times upstream's distance"]
 
 
@@ -243,7 +244,11 @@ def trees(pristine_tree: Path, overlaid_tree: Path) -> Trees:
 
 @pytest.mark.parametrize("models", [("t5", "bert"), ("mla", "mtp"), ("moe", "moe overlapped")], ids=", ".join)
 def test_models(trees: Trees, tmp_path: Path, models: Sequence[str]) -> None:
-    """On one rank. The fused cross-entropy, and the ops in place, then give the same bits."""
+    """On one rank. The fused cross-entropy, and the ops in place, then give the same bits.
+
+    On a GPU upstream's experts and embeddings may add up gradients in any order: there, the same within a
+    unit of bfloat16.
+    """
     seed = SEEDS[0]
     again = {"fused": {"fused_cross_entropy": True}, "in place": {"in_place": True}}
     more = [
@@ -257,8 +262,9 @@ def test_models(trees: Trees, tmp_path: Path, models: Sequence[str]) -> None:
         (one,), (wanted,) = ours[f"{model} {kind}"], ours[f"{model} bfloat16 {seed}"]
         entry = "fused_vocab_parallel_cross_entropy" if kind == "fused" else CROSS_ENTROPY
         assert_served(model, one, entry=entry, empty=empty_experts(one["routes"]))
-        for (name, value), (_, right) in zip(tensors(one), tensors(wanted), strict=True):
-            assert torch.equal(value, right), f"{model}, {kind}: {name}"
+        limit = 2.0**-8 if where(1) == "cuda" else 0.0
+        for name, far in distances([one], [wanted]).items():
+            assert far <= limit, f"{model}, {kind}: {name}"
     if "moe" in models:  # both kinds of seeds
         assert {bool(empty_experts(routes(truth[f"moe float64 {seed}"]))) for seed in SEEDS} == {True, False}
 
