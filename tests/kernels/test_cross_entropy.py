@@ -46,7 +46,9 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
         fresh = empty(*args, **kwargs)
-        return fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh
+        if fresh.is_floating_point():
+            fresh.detach().fill_(float("nan"))
+        return fresh
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", poisoned)

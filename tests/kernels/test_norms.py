@@ -48,7 +48,9 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def wrapper(*args: object, **kwargs: object) -> torch.Tensor:
             fresh = allocate(*args, **kwargs)
-            return fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh
+            if fresh.is_floating_point():
+                fresh.detach().fill_(float("nan"))
+            return fresh
 
         return wrapper
 
