@@ -41,9 +41,9 @@ def _with_torch(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def environment(session: nox.Session) -> None:
-    """The environment with torch, Triton and the checkers that parity, train, tests and lint share."""
+    """The environment with torch, Triton and the checkers that parity, train, bench, tests and lint share."""
     groups = nox.project.load_toml("pyproject.toml")
-    session.install(*nox.project.dependency_groups(groups, "test", "lint"))
+    session.install(*nox.project.dependency_groups(groups, "test", "bench", "lint"))
 
 
 @nox.session(python=False, default=False)
@@ -91,6 +91,12 @@ def parity(session: nox.Session) -> None:
 @nox.session(python=False, default=False, requires=["environment"])
 def train(session: nox.Session) -> None:
     """Train a small GPT on the pristine and on the overlaid tree and compare."""
+    _with_torch(session)
+
+
+@nox.session(python=False, default=False, requires=["environment"])
+def bench(session: nox.Session) -> None:
+    """Measure the kernels beside upstream, PyTorch and whichever other libraries the environment has."""
     _with_torch(session)
 
 

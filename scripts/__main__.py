@@ -22,6 +22,7 @@ COMMANDS = {
     "diff": "print all that the overlay changed in a tree",
     "parity": "compare overlaid Megatron with the pristine one",
     "train": "train a small GPT on both and compare",
+    "bench": "measure the kernels beside upstream, PyTorch and other libraries",
     "tests": "run the tests; without a GPU in Triton's interpreter",
     "lint": "check the patch set itself",
     "pin": "draft the pins of a release",

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ def run_world(
     device: str = "cpu",
     timeout: float = TIMEOUT,
     extra: Mapping[str, str] | None = None,
+    watch: Callable[[], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Run ``ranks`` processes of ``worker`` on ``tree`` and return each rank's report, in rank order.
 
@@ -93,6 +94,7 @@ def run_world(
         device: ``"cpu"`` or ``"cuda"``.
         timeout: seconds for the whole world.
         extra: more environment variables.
+        watch: called now and then while the ranks run.
 
     Raises:
         ExpectationError: a rank ended with an error (the others are ended at once) or the time ran out.
@@ -118,7 +120,7 @@ def run_world(
                         start_new_session=True,
                     )
                 )
-        failed = _wait(processes, time.monotonic() + timeout)
+        failed = _wait(processes, time.monotonic() + timeout, watch)
     finally:
         _end(processes)
     if failed is not None:
@@ -139,9 +141,13 @@ def log_lines(folder: Path, prefix: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(prefix)]
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> tuple[int, str] | None:
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], deadline: float, watch: Callable[[], None] | None
+) -> tuple[int, str] | None:
     """Wait for all; the first rank that failed and why, or None."""
     while True:
+        if watch is not None:
+            watch()
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
             if code:

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmark measures: ops, their shapes, the fewest bytes each must move, and who offers them.
+
+Parent and worker share these tables, so they need the standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Rows and columns: tokens by the width of the result, or by the vocabulary.
+Shape = tuple[int, int]
+
+#: The file in which a worker leaves a line of JSON for each case.
+RESULTS = "results.jsonl"
+
+MODES = ("forward", "backward", "full")
+ELEMENT_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation.
+
+    Attributes:
+        name: its name.
+        title: its name for readers.
+        columns: what its columns are.
+        forward: units (elements of a shape's rows × columns) that a forward reads and writes at least.
+        backward: the same of a backward. Of statistics, weights and losses a token has one each: not counted.
+        shapes: what is measured by default.
+        quick: what is measured with ``--quick``.
+    """
+
+    name: str
+    title: str
+    columns: str
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    shapes: tuple[Shape, ...]
+    quick: tuple[Shape, ...]
+
+    def fewest_bytes(self, mode: str, shape: Shape, element_size: int) -> int:
+        """The bytes that ``mode`` must move for ``shape``."""
+        units = {"forward": self.forward, "backward": self.backward, "full": self.forward + self.backward}
+        return sum(units[mode]) * shape[0] * shape[1] * element_size
+
+
+def _tokens(*columns: int) -> tuple[Shape, ...]:
+    return tuple((TOKENS, n) for n in columns)
+
+
+# The first are the heads of a query or key norm: as many elements as 8192 rows of 4096.
+_NORMS: tuple[Shape, ...] = ((262144, 128), *_tokens(2048, 4096, 7168, 8192, 16384))
+
+_ALL_OPS = (
+    Op(
+        "swiglu",
+        "SwiGLU",
+        "ffn size",
+        (2, 1),
+        (3, 2),
+        _tokens(1536, 2816, 4096, 8192, 14336, 32768),
+        _tokens(4096),
+    ),
+    Op("swiglu_bias", "SwiGLU with bias", "ffn size", (2, 1), (3, 2), _tokens(4096, 14336), _tokens(4096)),
+    Op(
+        "swiglu_weighted",
+        "SwiGLU with per-token weights",
+        "ffn size",
+        (2, 1),
+        (3, 2),
+        ((16384, 1536), (TOKENS, 4096)),
+        ((16384, 1536),),
+    ),
+    Op(
+        "cross_entropy",
+        "cross-entropy",
+        "vocabulary",
+        (1, 0),
+        (1, 1),
+        _tokens(4096, 8192, 16384, 32000, 65536, 128256, 151936, 262144),
+        _tokens(32000, 128256),
+    ),
+    Op("rms_norm", "RMSNorm", "hidden size", (1, 1), (2, 1), _NORMS, _tokens(4096)),
+    Op("layer_norm", "LayerNorm", "hidden size", (1, 1), (2, 1), _NORMS, _tokens(4096)),
+)
+OPS = {op.name: op for op in _ALL_OPS}
+
+#: A few rows, for Triton's interpreter.
+TINY: Shape = (6, 40)
+
+
+@dataclass(frozen=True)
+class Provider:
+    """Whoever computes the ops.
+
+    Attributes:
+        name: its name on the command line.
+        label: its name for readers.
+        ours: whether a wrong result is this project's fault.
+        tree: which of the two trees it is part of, or None.
+        module: the package that it needs, or None.
+        distribution: the package's name where packages are installed from.
+    """
+
+    name: str
+    label: str
+    ours: bool = False
+    tree: str | None = None
+    module: str | None = None
+    distribution: str | None = None
+
+
+_ALL_PROVIDERS = (
+    Provider("kernels", "this project", ours=True),
+    Provider("kernels-in-place", "this project, in place", ours=True),
+    Provider("overlaid", "this project", ours=True, tree="overlaid"),
+    Provider("upstream", "Megatron-Core", tree="pristine"),
+    Provider("upstream-unfused", "Megatron-Core, unfused", tree="pristine"),
+    Provider("torch", "torch"),
+    Provider("compile", "torch.compile"),
+    Provider("liger", "Liger", module="liger_kernel", distribution="liger-kernel"),
+    Provider("liger-in-place", "Liger, in place", module="liger_kernel", distribution="liger-kernel"),
+    Provider("te", "TransformerEngine", module="transformer_engine", distribution="transformer-engine"),
+    Provider(
+        "te-in-place",
+        "TransformerEngine, in place",
+        module="transformer_engine",
+        distribution="transformer-engine",
+    ),
+    Provider("quack", "QuACK", module="quack", distribution="quack-kernels"),
+)
+PROVIDERS = {provider.name: provider for provider in _ALL_PROVIDERS}
