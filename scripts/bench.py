@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure as the arguments say; 1 when a result of this project's is wrong or missing.
+    """Measure as the arguments say; 1 when a result of this project's is wrong, or it failed.
 
     Raises:
         UsageError: arguments that do not fit each other or the machine.

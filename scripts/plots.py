@@ -42,13 +42,15 @@ def available() -> bool:
 
 
 def draw(rows: Sequence[Row], out: Path) -> list[Path]:
-    """Draw all that ``rows`` hold into the folder ``out``.
+    """Draw what ``rows`` hold of their first dtype into the folder ``out``; of one measured twice the last.
 
     Returns:
         The files: of each op with two shapes or more its speed, and the memory of all ops. Of rows without
         device times (of a CPU) there are none.
     """
-    measured = [row for row in rows if row.status == OK and row.gpu_us and row.share]
+    good = [row for row in rows if row.status == OK and row.gpu_us and row.share]
+    last = {(r.op, r.shape, r.provider, r.mode): r for r in good if r.dtype == good[0].dtype}
+    measured = list(last.values())
     if any(row.provider == "overlaid" for row in measured):  # the same kernels
         measured = [row for row in measured if row.provider != "kernels"]
     out.mkdir(parents=True, exist_ok=True)

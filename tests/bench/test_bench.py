@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -510,6 +511,21 @@ def test_lines_are_named_once_in_their_colours() -> None:
     ]
     assert [list(line.get_xdata()) for line in lines] == [[1024, 4096]] * 3
     assert all(128 not in line.get_xdata() for line in figure.axes[3].get_lines())
+
+
+def test_of_two_runs_the_last_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[Row]] = []
+    monkeypatch.setattr(plots, "_speed", lambda rows: drawn.append(rows))
+    monkeypatch.setattr(plots, "_memory", lambda rows: None)
+    monkeypatch.setattr(plots, "_save", lambda figure, file: file)
+    first = _rows()
+    again = [replace(row, gpu_us=9.0) for row in first if row.op == "rms_norm" and row.share]
+    others = [replace(row, dtype="fp32", gpu_us=1e6) for row in first if row.share]
+    assert len(plots.draw(first + again + others, tmp_path)) == 3
+    cross_entropy, rms_norm = drawn
+    assert {row.gpu_us for row in cross_entropy} == {1.0, 2.0, 3.0}
+    assert {row.gpu_us for row in rms_norm} == {9.0}
+    assert len(rms_norm) == len(again)
 
 
 def test_nothing_is_drawn_of_a_cpu(tmp_path: Path) -> None:
