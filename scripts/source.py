@@ -94,14 +94,23 @@ def fetch_file(release: Release, wheel: PinnedFile, cache: Path = CACHE) -> Path
 
 def download(version: str, filename: str, folder: Path) -> Path:
     """Let pip bring one wheel of megatron-core into ``folder``. Raises SourceError with pip's last line."""
+    arguments = ["--no-deps", "--ignore-requires-python", *wheel_arguments(filename)]
+    return pip_download(f"megatron-core=={version}", folder, arguments, filename)
+
+
+def wheel_arguments(filename: str) -> list[str]:
+    """The arguments with which ``pip download`` takes the wheel of that name, whatever Python runs it.
+
+    Raises SourceError for a name that no CPython wheel has.
+    """
     match = _WHEEL.fullmatch(filename)
     if match is None:
         raise SourceError(filename, "the file name of a CPython wheel", filename, "correct the pin")
-    arguments = ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--implementation", "cp"]
-    arguments += ["--python-version", f"{match['major']}.{match['minor']}", "--abi", match["abi"]]
+    arguments = ["--only-binary=:all:", "--implementation", "cp", "--abi", match["abi"]]
+    arguments += ["--python-version", f"{match['major']}.{match['minor']}"]
     for tag in match["platforms"].split("."):
         arguments += ["--platform", tag]
-    return pip_download(f"megatron-core=={version}", folder, arguments, filename)
+    return arguments
 
 
 def pip_download(requirement: str, folder: Path, arguments: list[str], filename: str) -> Path:
