@@ -230,11 +230,17 @@ class Built:
     word: str
 
 
-def build_tree(release: Release, ops: Iterable[str] | None, dest: Path, *, overlaid: bool) -> Path:
-    """A tree of a pinned release at ``dest``, overlaid with ``ops`` or pristine; built if it is not that."""
+def build_tree(
+    release: Release, ops: Iterable[str] | None, dest: Path, *, overlaid: bool, nearest: bool = False
+) -> Path:
+    """A tree of a pinned release at ``dest``, overlaid with ``ops`` or pristine; built if it is not that.
+
+    ``nearest``: from another Python's wheel where the release has none for this one.
+    """
     manifest = load()
     overlay = load_overlay(manifest=manifest)
-    _build(source.fetch(release), manifest, overlay, ops, release, dest, overlaid=overlaid)
+    wheel = source.fetch_file(release, source.choose(release, nearest=nearest))
+    _build(wheel, manifest, overlay, ops, release, dest, overlaid=overlaid)
     return dest
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from scripts.workers.cases import Case, Tensors, all_cases, short
+from scripts.workers.cases import Case, Tensors, chosen, short
 
 ULPS = 8 * 2.0**-23
 
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     plan = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     before = torch.load(plan["pristine"], weights_only=True)
     after = torch.load(plan["overlaid"], weights_only=True)
-    rows = [_compare(case, before[case.id], after[case.id]) for case in all_cases(plan["ops"])]
+    rows = [_compare(case, before[case.id], after[case.id]) for case in chosen(plan["calls"])]
     report = Path(plan["folder"]) / f"rank{os.environ['RANK']}.json"
     report.write_text(json.dumps({"rows": rows}), encoding="utf-8")
     return 0
@@ -45,10 +45,17 @@ def _compare(case: Case, before: dict[str, Any], after: dict[str, Any]) -> dict[
         "overlaid": 0.0,
         "problems": problems,
         "served": "raises" if case.raises else "upstream" if case.fallback else "kernel",
+        "launches": 0,
+        "reasons": [],
+        "deviates": {},
     }
+    if before["missing"] or after["missing"]:
+        if before["missing"] is not after["missing"]:
+            problems.append(f"only the {'overlaid' if before['missing'] else 'pristine'} tree has this call")
+        row["served"] = "missing"
+        return row
     _errors(case, before["error"], after["error"], problems)
-    launches = _counts(case, after.get("counters"), problems)
-    row["launches"] = launches
+    row["launches"], row["reasons"] = _counts(case, after.get("counters"), problems)
     row["deviates"] = dict(case.deviates)
     if after["error"] is None and not case.raises:
         _properties(case, before, after, problems)
@@ -72,14 +79,14 @@ def _errors(case: Case, before: Any, after: Any, problems: list[str]) -> None:
         problems.append(f"raises {after}")
 
 
-def _counts(case: Case, counters: Any, problems: list[str]) -> int:
-    """Check who served the call; returns the number of launches."""
+def _counts(case: Case, counters: Any, problems: list[str]) -> tuple[int, list[str]]:
+    """Check who served the call; returns the number of launches and why any was left to upstream."""
     if not counters:
         problems.append(f"the overlaid tree counts nothing for {case.op}")
-        return 0
+        return 0, []
     launches: dict[str, int] = counters["launches"]
     if case.raises:
-        return sum(launches.values())
+        return sum(launches.values()), []
     if launches != dict(case.kernels):
         problems.append(f"launches {launches} instead of {dict(case.kernels)}")
     calls = list(counters["entries"].values())
@@ -90,7 +97,7 @@ def _counts(case: Case, counters: Any, problems: list[str]) -> int:
     served = sum(call["kernel"] for call in calls)
     if served != (0 if case.fallback else 1) or any(call["off"] for call in calls):
         problems.append(f"{served} calls on the kernel")
-    return sum(launches.values())
+    return sum(launches.values()), reasons
 
 
 def _properties(case: Case, before: dict[str, Any], after: dict[str, Any], problems: list[str]) -> None:

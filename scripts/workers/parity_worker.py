@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import pickle
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 
 from scripts.workers import runtime
-from scripts.workers.cases import Case, all_cases, short
+from scripts.workers.bindings import bindings
+from scripts.workers.cases import Case, chosen, short
 from scripts.workers.entries import ENTRIES
 
 RESULTS = "results.pt"
@@ -39,8 +39,9 @@ def main(argv: list[str]) -> int:
         "wiring": {name: _names(name) for name in sorted({entry.module for entry in ENTRIES})},
         "routes": _routes(),
         "entries": runtime.all_origins(),
+        "bindings": bindings(runtime.tree()),
     }
-    results = {case.id: _run(case, device) for case in all_cases(plan["ops"])} if plan["cases"] else {}
+    results = {case.id: _run(case, device) for case in chosen(plan["calls"])}
     torch.save(results, folder / RESULTS)
     runtime.write_report(folder, report)
     torch.distributed.destroy_process_group()
@@ -48,7 +49,13 @@ def main(argv: list[str]) -> int:
 
 
 def _run(case: Case, device: torch.device) -> dict[str, Any]:
-    """Output and gradients of one call (on CPU), their properties, the error if any, and the counts."""
+    """Output and gradients of one call (on CPU), their properties, the error if any, and the counts.
+
+    Nothing but ``missing`` where the release does not have the call.
+    """
+    module = runtime.import_or_none(case.module)
+    if case.missing(module):
+        return {"missing": True}
     overlay = runtime.overlay()
     if overlay is not None:
         overlay.reset_counters()
@@ -56,10 +63,10 @@ def _run(case: Case, device: torch.device) -> dict[str, Any]:
         # Upstream's code answers in both trees, but torch.compile gives up on a function after a number of
         # recompilations, and the pristine tree has had more of them.
         torch.compiler.reset()
-    entry = getattr(importlib.import_module(case.module), case.entry)
+    entry = getattr(module, case.entry)
     tensors = case.inputs(case.generator(), device)
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    result: dict[str, Any] = {"tensors": {}, "properties": {}, "error": None}
+    result: dict[str, Any] = {"missing": False, "tensors": {}, "properties": {}, "error": None}
     try:
         out = case.call(entry, tensors)
         _record(result, "out", out)

@@ -65,7 +65,8 @@ def _changed(tree: Path, folder: Path, file: Path, old: str, new: str) -> Path:
 
 
 def _failures(pristine: Path, tree: Path, folder: Path, device: torch.device) -> list[str]:
-    result = parity.compare(pristine, tree, OPS, folder / "parity", device=device.type)
+    calls = {"swiglu": "few"}
+    result = parity.compare(pristine, tree, OPS, folder / "parity", device=device.type, calls=calls)
     assert not result.passed
     assert "FAILED" in "\n".join(parity.table(result))
     return result.problems
@@ -107,7 +108,7 @@ def test_a_changed_signature_and_a_public_name_fail(
     shutil.copytree(overlaid_tree, copy, ignore=shutil.ignore_patterns("__pycache__"))
     with (copy / FUSION).open("a", encoding="utf-8") as stream:
         stream.write("\n\nhelper = 1\n\n\ndef bias_swiglu_impl(input, bias):\n    return input\n")
-    result = parity.compare(pristine_tree, copy, OPS, tmp_path / "parity", device=device.type, cases=False)
+    result = parity.compare(pristine_tree, copy, OPS, tmp_path / "parity", device=device.type, calls={})
     module = "megatron.core.fusions.fused_bias_swiglu"
     assert f"{module}.helper is new and public" in result.wiring
     assert any(problem.startswith(f"{module}.bias_swiglu_impl: signature") for problem in result.wiring)
@@ -129,7 +130,7 @@ def test_a_deviation_must_be_there_and_stated() -> None:
         out = {**plain, "dtype": "fp32", "shape": [6, 2], "owns storage": True}
         properties = {"out": out, "d logits": {**plain, "owns storage": True}}
         tensors = {"out": torch.zeros((6, 2)), "d logits": torch.zeros((6, 2, 48), dtype=case.dtype)}
-        result = {"tensors": tensors, "properties": properties, "error": None}
+        result = {"missing": False, "tensors": tensors, "properties": properties, "error": None}
         truths = parity_compare._truth(case, result)
         result["tensors"] = {name: truths[name].detach().to(t.dtype) for name, t in tensors.items()}
         entries = {case.entry: {"kernel": 1, "off": 0, "upstream": {}}}
@@ -147,3 +148,27 @@ def test_a_deviation_must_be_there_and_stated() -> None:
     (problem,) = rows(stated, ["logits"], [])
     assert problem.startswith("d logits: upstream is not off any more")
     assert "upstream does not overwrite logits any more" in rows(stated, [], [])
+
+
+@pytest.mark.parametrize("gone", ["pristine", "overlaid"])
+def test_a_call_that_one_tree_alone_has_fails(gone: str) -> None:
+    from scripts.workers import parity_compare
+
+    (case,) = cases.chosen({"swiglu": "few"})[:1]
+    results = [{"missing": tree == gone} for tree in ("pristine", "overlaid")]
+    row = parity_compare._compare(case, *results)
+    assert row["problems"] == [
+        f"only the {'overlaid' if gone == 'pristine' else 'pristine'} tree has this call"
+    ]
+    assert parity_compare._compare(case, {"missing": True}, {"missing": True})["problems"] == []
+
+
+def test_a_few_cases_are_one_of_each_name_and_on_the_kernel() -> None:
+    few = cases.chosen(dict.fromkeys(OPS, "few"))
+    names = [(case.module, case.entry) for case in few]
+    assert len(set(names)) == len(names)
+    served = {(c.module, c.entry) for c in cases.all_cases(list(OPS)) if not (c.fallback or c.raises)}
+    assert set(names) == served
+    assert all(case.kernels and not case.fallback and not case.raises for case in few)
+    with pytest.raises(RuntimeError, match="no such choice"):
+        cases.chosen({"swiglu": "some"})
