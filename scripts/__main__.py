@@ -24,7 +24,7 @@ COMMANDS = {
     "train": "train a small GPT on both and compare",
     "tests": "run the tests; without a GPU in Triton's interpreter",
     "lint": "check the patch set itself",
-    "pin": "draft the pins of a release",
+    "pin": "draft the pins of releases",
 }
 _MODULES = {"pin": "pins"}
 _OLDEST = (3, 10)
