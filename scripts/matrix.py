@@ -3,7 +3,8 @@
 
 Two releases whose files of an op have the same bytes run the same entries. So the newest release of each set
 of variants answers for all calls of the op, and each release for itself for what is around them: that it can
-be imported, that every name leads to ours, and that a call through each of them runs on the kernel.
+be imported, that every name leads to ours, that a call through each of them runs on the kernel, and a model's
+step.
 """
 
 from __future__ import annotations

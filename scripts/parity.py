@@ -160,7 +160,11 @@ def compare(
     result.wiring = _wiring(before, after, ops)
     result.entries, result.bindings = after["entries"], after["bindings"]
     if calls:
-        compared = {"calls": calls, **{name: str(folder / name / RESULTS) for name in reports}}
+        compared = {
+            "calls": calls,
+            "ops": list(ops),
+            **{name: str(folder / name / RESULTS) for name in reports},
+        }
         done = run_world("parity_compare", compared, tree=None, folder=folder / "compare", timeout=timeout)
         result.rows = done[0]["rows"]
     return result
@@ -243,7 +247,7 @@ def table(result: Result) -> list[str]:
                 f"{max(row['pristine'] for row in rows):.2e}",
                 f"{_worst(rows):.2e}",
                 str(sum(row["launches"] for row in rows)),
-                f"{bad} FAILED" if bad else "ok",
+                f"{bad} FAILED" if bad else "ok" if {*served} != {"missing"} else "not there",
             )
         )
     if result.rows:

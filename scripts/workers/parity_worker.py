@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from scripts.workers import runtime
+from scripts.workers import runtime, step
 from scripts.workers.bindings import bindings
 from scripts.workers.cases import Case, chosen, short
 from scripts.workers.entries import ENTRIES
@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int:
         "bindings": bindings(runtime.tree()),
     }
     results = {case.id: _run(case, device) for case in chosen(plan["calls"])}
+    if plan["calls"]:
+        results[step.NAME] = _step(device)
     torch.save(results, folder / RESULTS)
     runtime.write_report(folder, report)
     torch.distributed.destroy_process_group()
@@ -86,6 +88,15 @@ def _run(case: Case, device: torch.device) -> dict[str, Any]:
     if overlay is not None:
         result["counters"] = overlay.counters().get(case.op)
     return result
+
+
+def _step(device: torch.device) -> dict[str, Any]:
+    """A model's step in float32; of the pristine tree also in float64. Its error, where there is one."""
+    dtypes = [torch.float32] if runtime.overlay() is not None else [torch.float32, torch.float64]
+    try:
+        return {short(dtype): step.run(device, dtype) for dtype in dtypes}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _record(result: dict[str, Any], name: str, tensor: torch.Tensor | None) -> None:

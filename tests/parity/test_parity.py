@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from scripts import parity
 from scripts.overlay import load_overlay
-from scripts.workers import cases
-from scripts.workers.entries import ENTRIES
+from scripts.workers import cases, parity_compare, step
+from scripts.workers.entries import ENTRIES, NORM_SLOTS
 
 FUSION = Path("megatron/core/fusions/fused_bias_swiglu.py")
 KERNEL = Path("megatron/core/liger/kernels/swiglu.py")
@@ -116,8 +118,6 @@ def test_a_changed_signature_and_a_public_name_fail(
 
 def test_a_deviation_must_be_there_and_stated() -> None:
     """Where both trees give the same, a stated one is a failure; an input that is overwritten always is."""
-    from scripts.workers import parity_compare
-
     stated, same = (
         next(c for c in cases.cross_entropy(dtype) if c.entry.startswith("fused") and c.name == "[6, 2, 48]")
         for dtype in (torch.float32, torch.bfloat16)
@@ -152,8 +152,6 @@ def test_a_deviation_must_be_there_and_stated() -> None:
 
 @pytest.mark.parametrize("gone", ["pristine", "overlaid"])
 def test_a_call_that_one_tree_alone_has_fails(gone: str) -> None:
-    from scripts.workers import parity_compare
-
     (case,) = cases.chosen({"swiglu": "few"})[:1]
     results = [{"missing": tree == gone} for tree in ("pristine", "overlaid")]
     row = parity_compare._compare(case, *results)
@@ -161,6 +159,66 @@ def test_a_call_that_one_tree_alone_has_fails(gone: str) -> None:
         f"only the {'overlaid' if gone == 'pristine' else 'pristine'} tree has this call"
     ]
     assert parity_compare._compare(case, {"missing": True}, {"missing": True})["problems"] == []
+
+
+def _step(shift: float = 0.0, *, kernel: bool = False) -> dict[str, Any]:
+    """What a model's step gives: off from the truth, 4, by 1e-6 and ``shift``."""
+    names = [f"decoder.layers.0.{slot}" for slot in NORM_SLOTS]
+    result = {
+        "tensors": {"unfused loss": torch.tensor([4 + 1e-6 + shift])},
+        "norms": dict.fromkeys(names, step.OURS if kernel else "torch.nn.RMSNorm"),
+    }
+    if not kernel:
+        truth = {**result, "tensors": {"unfused loss": torch.tensor([4.0], dtype=torch.float64)}}
+        return {"fp32": result, "fp64": truth}
+    counts = {
+        op: {
+            "launches": {f"{op}_forward": 1},
+            "entries": {
+                name.split(" or ")[0]: {"kernel": n, "off": 0, "upstream": {}} for name, n in wanted.items()
+            },
+        }
+        for op, wanted in step.expected_calls(list(OPS), len(names)).items()
+    }
+    return {"fp32": {**result, "counters": counts}}
+
+
+def test_a_models_step_that_is_right() -> None:
+    assert set(step.expected_calls(list(OPS), 9)) == set(OPS)  # an op that joins says what it does there
+    row = parity_compare._compare_step(_step(), _step(1e-6, kernel=True), list(OPS))
+    assert row["problems"] == []
+    assert (row["launches"], row["served"]) == (len(OPS), "kernel")
+
+
+def _without(result: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    change(result["fp32"])
+    return result
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda r: r["tensors"].update({"unfused loss": torch.tensor([4.001])}), "unfused loss: error 2.5"),
+        (lambda r: r["tensors"].update({"unfused loss": torch.tensor([float("nan")])}), "error nan"),
+        (lambda r: r["tensors"].clear(), "in one tree only"),
+        (lambda r: r["norms"].update({"decoder.layers.0.q_layernorm": "torch.nn.RMSNorm"}), "q_layernorm is"),
+        (lambda r: r["norms"].pop("decoder.layers.0.k_layernorm"), "k_layernorm is None"),
+        (
+            lambda r: r["counters"]["swiglu"]["entries"]["bias_swiglu_impl"].update(kernel=3),
+            "3 calls of bias",
+        ),
+        (lambda r: r["counters"]["norms"]["entries"].clear(), "0 calls of WrappedTorchNorm"),
+        (
+            lambda r: r["counters"]["norms"]["entries"]["WrappedTorchNorm"].update(upstream={"fp8": 1}),
+            "norms left to upstream",
+        ),
+    ],
+)
+def test_a_models_step_that_is_wrong(change: Callable[[dict[str, Any]], object], problem: str) -> None:
+    row = parity_compare._compare_step(_step(), _without(_step(kernel=True), change), list(OPS))
+    assert any(problem in text for text in row["problems"]), row["problems"]
+    for trees in (({"error": "x"}, _step(kernel=True)), (_step(), {"error": "x"})):
+        assert len(parity_compare._compare_step(*trees, list(OPS))["problems"]) == 1
 
 
 def test_a_few_cases_are_one_of_each_name_and_on_the_kernel() -> None:

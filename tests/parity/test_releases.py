@@ -17,6 +17,7 @@ from scripts import matrix, pair, parity, source
 from scripts.errors import SourceError, UsageError
 from scripts.manifest import Release, load
 from scripts.overlay import load_overlay
+from scripts.workers import step
 from scripts.workers.entries import ENTRIES
 
 MANIFEST = load()
@@ -37,6 +38,7 @@ def test_a_release_holds(version: str, device: torch.device) -> None:
         assert (found.result.entries[entry.name][entry.module] == "ours") == there
         rows = [row for row in found.result.rows if row["entry"] == entry.name]
         assert any(row["served"] == "kernel" and row["launches"] for row in rows) == there
+    assert [row["entry"] for row in found.result.rows if row["id"] == step.NAME] == ["GPTModel"]
     held = {binding["found"] for binding in found.result.bindings.values() if binding["op"] in OPS}
     assert "ours" in held
     assert "upstream" not in held
