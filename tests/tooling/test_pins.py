@@ -7,6 +7,7 @@ import ast
 import copy
 import io
 import json
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from scripts import pins, source
-from scripts.errors import ReleaseError, SourceError, UsageError
+from scripts.errors import ExpectationError, ReleaseError, SourceError, UsageError
 from scripts.manifest import PinnedFile, load, parse
 from scripts.overlay import ROOT, sha256
 from scripts.wheel import pinned_license
@@ -342,3 +343,31 @@ def test_a_clone_is_compared_at_the_tag(tmp_path: Path, index: Fake) -> None:
     git(clone, "tag", "-f", "core_v1.0")
     with pytest.raises(SourceError, match="only in tag core_v1"):
         pins.gather("1.0", load(), tmp_path, clone)
+
+
+def test_pins_are_written_with_the_licence_text(
+    tmp_path: Path, index: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index(WHEEL)
+    fill(tmp_path, OTHER, None)
+    clone, root = tmp_path / "clone", tmp_path / "root"
+    (clone / PATH).parent.mkdir(parents=True)
+    (clone / PATH).write_bytes(OTHER)
+    (clone / "LICENSE").write_bytes(b"terms")
+    git(tmp_path, "init", "-q", str(clone))
+    git(clone, "add", ".")
+    git(clone, "commit", "-qm", "one")
+    git(clone, "tag", "core_v1.0")
+    for folder in ("patches", "LICENSES"):
+        shutil.copytree(ROOT / folder, root / folder)
+    monkeypatch.setattr(pins, "ROOT", root)
+    monkeypatch.setattr(pins.tempfile, "TemporaryDirectory", lambda prefix: nullcontext(str(tmp_path)))
+    assert pins.main(["megatron==1.0", "--clone", str(clone), "--write"]) == 0
+    assert capsys.readouterr().out == ""
+    manifest = load(root)
+    assert manifest.newest() == "1.0"
+    assert pinned_license(manifest, "1.0", root) == b"terms"
+    assert [path for path, file in manifest.files.items() if "1.0" not in file.absent] == [PATH]
+    (root / "LICENSES" / "Megatron-LM-1.0.txt").write_bytes(b"other terms")
+    with pytest.raises(ExpectationError, match="sha256"):
+        pinned_license(manifest, "1.0", root)
