@@ -99,34 +99,27 @@ class Tile:
         }
 
 
-# Rows from this size on keep a pipeline of several tiles busy; below, a whole row is in flight at once.
-WIDE_ROW_BYTES = 32768
-# Threads of a program, most bytes of a thread's part of a tile, tiles in flight.
-_SHAPES = {
-    ("forward", "wide"): (256, 32, 3),
-    ("forward", "narrow"): (128, 64, 1),
-    ("backward", "wide"): (256, 32, 3),
-    ("backward", "narrow"): (128, 64, 1),
-}
+# One shape for both kernels and all vocabularies. At 8192 bf16 tokens on an H200 the forward ran at 94 % of
+# the bandwidth of a copy for 32000 entries and 103 % for 128256, the backward at 94 %, and none of 18 others
+# was 1 % faster there. Rows under 4096 entries are bound by latency in any shape.
+THREADS = 128
+THREAD_BYTES = 32  # a thread's part of a tile
+STAGES = 4
 
 COMBINE = Launch(rows=128, block=1, warps=4)
 
 
 @functools.cache
-def choose_tile(
-    kernel: str, columns: int, element_size: int, aligned: bool = True, warp_size: int = WARP_SIZE
-) -> Tile:
-    """The tile of `kernel` (forward or backward) for rows of `columns` logits.
+def choose_tile(columns: int, element_size: int, aligned: bool = True, warp_size: int = WARP_SIZE) -> Tile:
+    """The tile for rows of `columns` logits.
 
     Rows that are not `aligned` to 16 bytes are read value by value, so neighbours go to different lanes.
     """
-    width = "wide" if columns * element_size >= WIDE_ROW_BYTES else "narrow"
-    threads, thread_bytes, stages = _SHAPES[kernel, width]
     vector = VECTOR_BYTES // element_size if aligned else 1
     vectors = next_power_of_2(-(-columns // vector))
-    lanes = min(vectors, threads)
-    unroll = min(vectors // lanes, thread_bytes // (vector * element_size))
-    return Tile(threads // lanes, lanes, unroll, vector, threads // warp_size, stages)
+    lanes = min(vectors, THREADS)
+    unroll = min(vectors // lanes, THREAD_BYTES // (vector * element_size))
+    return Tile(THREADS // lanes, lanes, unroll, vector, THREADS // warp_size, STAGES)
 
 
 # --- Kernels ---
@@ -244,10 +237,7 @@ def cross_entropy_forward_kernel(
     o_target = _row_offset(o_r, inner, stride_target_outer, stride_target_inner)
     b_target = tl.load(target + o_target, mask=m_r, other=-1)
     m_live = m_r & (b_target >= 0) & (b_target != ignore_index)
-    b_local = b_target - vocab_start
-    m_here = m_live & (b_local >= 0) & (b_local < columns)
     p_row = logits + _row_offset(o_r, inner, stride_logits_outer, stride_logits_inner)
-    b_at_target = tl.load(p_row + tl.where(m_here, b_local, 0), mask=m_here, other=0.0).to(tl.float32)
 
     o_n = _columns(ROWS, LANES, UNROLL, VECTOR)
     p_x = p_row[None, :, None, None] + o_n
@@ -276,6 +266,9 @@ def cross_entropy_forward_kernel(
         b_shifted += b_count * (_finite(b_max) - b_reference[:, None])
         b_row_shifted = tl.sum(b_shifted, axis=1)
 
+    b_local = b_target - vocab_start
+    m_here = m_live & (b_local >= 0) & (b_local < columns)
+    b_at_target = tl.load(p_row + tl.where(m_here, b_local, 0), mask=m_here, other=0.0).to(tl.float32)
     if out_of_range is not None:
         m_beyond = m_live & (b_target >= vocab_size)
         b_one = tl.full([ROWS], 1, dtype=tl.int64)
@@ -528,7 +521,7 @@ def _forward(
     shard = (
         statistics if width == 2 else torch.empty((rows, width), dtype=torch.float32, device=logits.device)
     )
-    tile = choose_tile("forward", columns, logits.element_size(), _aligned(logits, strides))
+    tile = choose_tile(columns, logits.element_size(), _aligned(logits, strides))
     with device_guard(logits):
         cross_entropy_forward_kernel[(-(-rows // tile.rows),)](
             logits,
@@ -592,7 +585,7 @@ def _backward(
     target, strides_target = _as_tokens(target, target.dim())
     dloss, strides_dloss = _as_tokens(dloss, target.dim())
     aligned = _aligned(logits, strides) and _aligned(dlogits, strides_dlogits)
-    tile = choose_tile("backward", columns, logits.element_size(), aligned)
+    tile = choose_tile(columns, logits.element_size(), aligned)
     with device_guard(logits):
         cross_entropy_backward_kernel[(-(-rows // tile.rows),)](
             logits,

@@ -3,11 +3,11 @@
 # mypy: disable-error-code="untyped-decorator,misc"
 """RMSNorm and LayerNorm: one forward and one backward, in which LayerNorm is RMSNorm of rows less their mean.
 
-A fixed number of programs shares the rows: program `p` of `P` takes row blocks `p`, `p + P`, …, with the
-weight and the sums for its gradient in registers, and writes these sums once, to its own row of a small
-float32 buffer that one further kernel adds up: no atomics, and the order of addition is always the same. A
-row is read from memory once in each direction. A row too long for registers is read twice, in blocks of
-columns: for its sums first.
+A row is read from memory once in each direction. In the backward a fixed number of programs shares the rows:
+program `p` of `P` takes row blocks `p`, `p + P`, …, with the weight and the sums for its gradient in
+registers, and writes these sums once, to its own row of a small float32 buffer that one further kernel adds
+up: no atomics, and the order of addition is always the same. A row too long for registers is read twice, in
+blocks of columns: for its sums first.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def layer_norm_reference(
 
 @dataclass(frozen=True)
 class NormLaunch(Launch):
-    """A launch whose programs share the rows: `programs` of them to a multiprocessor.
+    """A backward's launch, whose programs share the rows: `programs` of them to a multiprocessor.
 
     `reload`: the weight is read again for each row block instead of held in registers.
     """
@@ -68,51 +68,53 @@ MAX_THREADS = 1024  # of one program, on every device
 
 # Elements of a tile and rows of one: narrow rows share it.
 MIN_TILE = 2048
+MIN_BACKWARD_TILE = 4096
 MAX_TILE_ROWS = 32
 
 # The longest row in bytes that a program holds in registers without spills. The backward of LayerNorm, with
 # the mean and a second parameter gradient, holds half of that. Where 16-byte accesses do not fit the row,
-# each element takes an address: the backward holds a quarter, with twice the threads, the forward half.
+# each element takes an address: the backward holds a quarter, the forward half, both with twice the threads.
 MAX_FORWARD_ROW_BYTES = 65536
 MAX_BACKWARD_ROW_BYTES = 32768
 
 # From this width on registers are short, and the weight is read again for each row block.
 RELOAD_COLUMNS = 16384
 
-# Backward of rows up to so many bytes: warps of 32 lanes, programs to a multiprocessor, stages.
+# Backward of rows up to so many bytes: warps of 32 lanes, programs to a multiprocessor, stages. The best, or
+# within 1 % of it, of 12 to 100 tried on an H200 at bf16 rows of 64 … 16384, as are the forward's 32 values a
+# thread.
 _BACKWARD = (
-    (4096, 4, 3, 3),
+    (2048, 8, 2, 3),
+    (4096, 4, 2, 4),
     (8192, 4, 2, 3),
-    (14336, 8, 1, 3),
-    (16384, 16, 1, 3),
+    (16384, 8, 1, 3),
     (MAX_BACKWARD_ROW_BYTES, 16, 1, 1),
 )
 
 # Longer rows: the forward and the row sums of a whole row, and the backward of a block of columns.
-LONG_ROW = NormLaunch(rows=1, block=4096, warps=8, programs=4)
+LONG_ROW = Launch(rows=1, block=4096, warps=8)
 LONG_ROW_BACKWARD = NormLaunch(rows=1, block=4096, warps=16, stages=3, programs=2)
 
 # The sums of the partials: many of few columns, or few of many.
-REDUCE = Launch(rows=128, block=32, warps=8)
+REDUCE = Launch(rows=64, block=16, warps=4)
 REDUCE_LONG_ROW = Launch(rows=16, block=256, warps=8)
 
 
-def _tile(n: int) -> tuple[int, int]:
-    """Rows and columns of the tile that holds whole rows of `n` columns."""
+def _tile(n: int, elements: int) -> tuple[int, int]:
+    """Rows and columns of the tile that holds whole rows of `n` columns, `elements` or more of them."""
     block = max(next_power_of_2(n), 16)
-    return max(1, min(MIN_TILE // block, MAX_TILE_ROWS)), block
+    return max(1, min(elements // block, MAX_TILE_ROWS)), block
 
 
 @functools.cache
-def choose_forward(n: int, element_size: int, warp_size: int = WARP_SIZE) -> NormLaunch:
+def choose_forward(n: int, element_size: int, warp_size: int = WARP_SIZE) -> Launch:
     """The launch of the forward for rows of `n` columns."""
-    rows, block = _tile(n)
-    size = n * element_size
-    if block * element_size > MAX_FORWARD_ROW_BYTES // (2 if size % VECTOR_BYTES else 1):
+    rows, block = _tile(n, MIN_TILE)
+    crowded = 2 if n * element_size % VECTOR_BYTES else 1
+    if block * element_size > MAX_FORWARD_ROW_BYTES // crowded:
         return replace(LONG_ROW, warps=LONG_ROW.warps * 32 // warp_size)
-    threads = min(max(rows * block // 16, 128), MAX_THREADS)
-    reload = block >= RELOAD_COLUMNS
-    return NormLaunch(rows, block, threads // warp_size, programs=2048 // threads, reload=reload)
+    threads = min(max(rows * block * crowded // 32, 128), MAX_THREADS)
+    return Launch(rows, block, threads // warp_size)
 
 
 @functools.cache
@@ -124,7 +126,7 @@ def choose_backward(
     `sums`: how many parameter gradients there are to add up. `shared_memory`: the bytes that one program can
     have; they bound the stages.
     """
-    rows, block = _tile(n)
+    rows, block = _tile(n, MIN_BACKWARD_TILE if n <= 1024 else 1)
     size = n * element_size
     crowded = (2 if layer_norm and sums else 1) * (4 if size % VECTOR_BYTES else 1)
     if block * element_size > MAX_BACKWARD_ROW_BYTES // crowded:
@@ -190,41 +192,28 @@ def norm_forward_kernel(
     n,
     eps,
     ZERO_CENTERED: tl.constexpr,
-    RELOAD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """A program holds whole rows."""
     o_n = tl.arange(0, BLOCK)[None, :]
     m_n = o_n < n
-    if not RELOAD:
-        b_weight = _load_weight(weight, o_n, m_n, ZERO_CENTERED)
-        if bias is not None:
-            b_bias = tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)
-
-    for i_row_block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        o_r = tl.cast(i_row_block, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-        m_r = o_r < rows
-        m = m_r & m_n
-        p_x = x + row_offsets(o_r, rows, stride_x, inner_x, inner_stride_x) + o_n
-        b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
-        if mean is not None:
-            b_mean = tl.sum(b_x, axis=1)[:, None] / n
-            b_x = tl.where(m, b_x - b_mean, 0.0)
-            # What rounding has left of the mean counts when the values lie far from 0 and close together.
-            b_rest = tl.sum(b_x, axis=1)[:, None] / n
-            b_x = tl.where(m, b_x - b_rest, 0.0)
-            tl.store(mean + o_r, b_mean + b_rest, mask=m_r)
-        b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1)[:, None] / n + eps)
-        tl.store(rstd + o_r, b_rstd, mask=m_r)
-        if RELOAD:
-            b_out = _scale(b_x * b_rstd, weight, bias, o_n, m_n, ZERO_CENTERED)
-        else:
-            b_out = b_x * b_rstd * b_weight
-            if bias is not None:
-                b_out += b_bias
-        tl.store(out + o_r * n + o_n, b_out.to(out.dtype.element_ty), mask=m)
+    o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    m_r = o_r < rows
+    m = m_r & m_n
+    p_x = x + row_offsets(o_r, rows, stride_x, inner_x, inner_stride_x) + o_n
+    b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
+    if mean is not None:
+        b_mean = tl.sum(b_x, axis=1)[:, None] / n
+        b_x = tl.where(m, b_x - b_mean, 0.0)
+        # What rounding has left of the mean counts when the values lie far from 0 and close together.
+        b_rest = tl.sum(b_x, axis=1)[:, None] / n
+        b_x = tl.where(m, b_x - b_rest, 0.0)
+        tl.store(mean + o_r, b_mean + b_rest, mask=m_r)
+    b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=1)[:, None] / n + eps)
+    tl.store(rstd + o_r, b_rstd, mask=m_r)
+    b_out = _scale(b_x * b_rstd, weight, bias, o_n, m_n, ZERO_CENTERED)
+    tl.store(out + o_r * n + o_n, b_out.to(out.dtype.element_ty), mask=m)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -245,47 +234,46 @@ def norm_long_forward_kernel(
     BLOCK: tl.constexpr,
 ):
     """A program reads a row twice, in blocks of columns."""
-    for i_row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        o_r = tl.cast(i_row, tl.int64)
-        p_x = x + row_offsets(o_r, rows, stride_x, inner_x, inner_stride_x)
-        if mean is not None:
-            # About a value near the mean, which loses no digits of values far from 0 and close together.
-            o_n = tl.arange(0, BLOCK)
-            b_x = tl.load(p_x + o_n, mask=o_n < n, other=0.0).to(tl.float32)
-            b_near = tl.sum(b_x, axis=0) / tl.minimum(n, BLOCK)
-            b_mean = 0.0
-            b_squares = 0.0
-            for i_first in range(0, n, BLOCK):
-                o_n = i_first + tl.arange(0, BLOCK)
-                m_n = o_n < n
-                b_x = tl.load(p_x + o_n, mask=m_n, other=0.0).to(tl.float32)
-                # Of each block the mean and the squares about it, merged with those of the blocks before.
-                b_x = tl.where(m_n, b_x - b_near, 0.0)
-                b_count = tl.minimum(n - i_first, BLOCK).to(tl.float32)
-                b_block_mean = tl.sum(b_x, axis=0) / b_count
-                b_x = tl.where(m_n, b_x - b_block_mean, 0.0)
-                b_step = b_block_mean - b_mean
-                b_share = b_count / (i_first + b_count)
-                b_mean += b_step * b_share
-                b_squares += tl.sum(b_x * b_x, axis=0) + b_step * b_step * (i_first * b_share)
-            tl.store(mean + o_r, b_near + b_mean)
-        else:
-            b_sums = tl.zeros([BLOCK], dtype=tl.float32)
-            for i_first in range(0, n, BLOCK):
-                o_n = i_first + tl.arange(0, BLOCK)
-                b_x = tl.load(p_x + o_n, mask=o_n < n, other=0.0).to(tl.float32)
-                b_sums += b_x * b_x
-            b_squares = tl.sum(b_sums, axis=0)
-        b_rstd = tl.rsqrt(b_squares / n + eps)
-        tl.store(rstd + o_r, b_rstd)
+    o_r = tl.program_id(0).to(tl.int64)
+    p_x = x + row_offsets(o_r, rows, stride_x, inner_x, inner_stride_x)
+    if mean is not None:
+        # About a value near the mean, which loses no digits of values far from 0 and close together.
+        o_n = tl.arange(0, BLOCK)
+        b_x = tl.load(p_x + o_n, mask=o_n < n, other=0.0).to(tl.float32)
+        b_near = tl.sum(b_x, axis=0) / tl.minimum(n, BLOCK)
+        b_mean = 0.0
+        b_squares = 0.0
         for i_first in range(0, n, BLOCK):
             o_n = i_first + tl.arange(0, BLOCK)
             m_n = o_n < n
             b_x = tl.load(p_x + o_n, mask=m_n, other=0.0).to(tl.float32)
-            if mean is not None:
-                b_x = (b_x - b_near) - b_mean
-            b_out = _scale(b_x * b_rstd, weight, bias, o_n, m_n, ZERO_CENTERED)
-            tl.store(out + o_r * n + o_n, b_out.to(out.dtype.element_ty), mask=m_n)
+            # Of each block the mean and the squares about it, merged with those of the blocks before.
+            b_x = tl.where(m_n, b_x - b_near, 0.0)
+            b_count = tl.minimum(n - i_first, BLOCK).to(tl.float32)
+            b_block_mean = tl.sum(b_x, axis=0) / b_count
+            b_x = tl.where(m_n, b_x - b_block_mean, 0.0)
+            b_step = b_block_mean - b_mean
+            b_share = b_count / (i_first + b_count)
+            b_mean += b_step * b_share
+            b_squares += tl.sum(b_x * b_x, axis=0) + b_step * b_step * (i_first * b_share)
+        tl.store(mean + o_r, b_near + b_mean)
+    else:
+        b_sums = tl.zeros([BLOCK], dtype=tl.float32)
+        for i_first in range(0, n, BLOCK):
+            o_n = i_first + tl.arange(0, BLOCK)
+            b_x = tl.load(p_x + o_n, mask=o_n < n, other=0.0).to(tl.float32)
+            b_sums += b_x * b_x
+        b_squares = tl.sum(b_sums, axis=0)
+    b_rstd = tl.rsqrt(b_squares / n + eps)
+    tl.store(rstd + o_r, b_rstd)
+    for i_first in range(0, n, BLOCK):
+        o_n = i_first + tl.arange(0, BLOCK)
+        m_n = o_n < n
+        b_x = tl.load(p_x + o_n, mask=m_n, other=0.0).to(tl.float32)
+        if mean is not None:
+            b_x = (b_x - b_near) - b_mean
+        b_out = _scale(b_x * b_rstd, weight, bias, o_n, m_n, ZERO_CENTERED)
+        tl.store(out + o_r * n + o_n, b_out.to(out.dtype.element_ty), mask=m_n)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -309,28 +297,27 @@ def norm_row_sums_kernel(
     BLOCK: tl.constexpr,
 ):
     """Of each row, what its gradient needs beforehand: the means of weight · dy · x̂ and of weight · dy."""
-    for i_row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        o_r = tl.cast(i_row, tl.int64)
-        p_x = x + row_offsets(o_r, rows, stride_x, inner_x, inner_stride_x)
-        p_dy = dy + row_offsets(o_r, rows, stride_dy, inner_dy, inner_stride_dy)
-        b_rstd = tl.load(rstd + o_r)
+    o_r = tl.program_id(0).to(tl.int64)
+    p_x = x + row_offsets(o_r, rows, stride_x, inner_x, inner_stride_x)
+    p_dy = dy + row_offsets(o_r, rows, stride_dy, inner_dy, inner_stride_dy)
+    b_rstd = tl.load(rstd + o_r)
+    if mean is not None:
+        b_mean = tl.load(mean + o_r)
+    b_projection = tl.zeros([BLOCK], dtype=tl.float32)
+    b_average = tl.zeros([BLOCK], dtype=tl.float32)
+    for i_first in range(0, n, BLOCK):
+        o_n = i_first + tl.arange(0, BLOCK)
+        m_n = o_n < n
+        b_x = tl.load(p_x + o_n, mask=m_n, other=0.0).to(tl.float32)
         if mean is not None:
-            b_mean = tl.load(mean + o_r)
-        b_projection = tl.zeros([BLOCK], dtype=tl.float32)
-        b_average = tl.zeros([BLOCK], dtype=tl.float32)
-        for i_first in range(0, n, BLOCK):
-            o_n = i_first + tl.arange(0, BLOCK)
-            m_n = o_n < n
-            b_x = tl.load(p_x + o_n, mask=m_n, other=0.0).to(tl.float32)
-            if mean is not None:
-                b_x = tl.where(m_n, b_x - b_mean, 0.0)
-            b_dy = tl.load(p_dy + o_n, mask=m_n, other=0.0).to(tl.float32)
-            b_dy *= _load_weight(weight, o_n, m_n, ZERO_CENTERED)
-            b_projection += b_dy * (b_x * b_rstd)
-            b_average += b_dy
-        tl.store(projection + o_r, tl.sum(b_projection, axis=0) / n)
-        if mean is not None:
-            tl.store(average + o_r, tl.sum(b_average, axis=0) / n)
+            b_x = tl.where(m_n, b_x - b_mean, 0.0)
+        b_dy = tl.load(p_dy + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_dy *= _load_weight(weight, o_n, m_n, ZERO_CENTERED)
+        b_projection += b_dy * (b_x * b_rstd)
+        b_average += b_dy
+    tl.store(projection + o_r, tl.sum(b_projection, axis=0) / n)
+    if mean is not None:
+        tl.store(average + o_r, tl.sum(b_average, axis=0) / n)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -415,8 +402,21 @@ def norm_backward_kernel(
         tl.store(dbias_partials + o_partials, tl.sum(b_dbias, axis=0)[None, :], mask=m_n)
 
 
-@triton.jit
-def _add_up(partials, total, splits, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["splits"])
+def norm_reduce_kernel(
+    dweight_partials, dbias_partials, dweight, dbias, splits, n, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Adds up the partials of one parameter, or, on a grid of two rows, of both."""
+    if dweight is not None:
+        partials = dweight_partials
+        total = dweight
+        if dbias is not None:  # noqa: SIM102 (decided when it is compiled, the next when it runs)
+            if tl.program_id(1) == 1:
+                partials = dbias_partials
+                total = dbias
+    else:
+        partials = dbias_partials
+        total = dbias
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     m_n = o_n < n
     b_sum = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
@@ -424,22 +424,6 @@ def _add_up(partials, total, splits, n, ROWS: tl.constexpr, BLOCK: tl.constexpr)
         o_r = i_row + tl.arange(0, ROWS)[:, None]
         b_sum += tl.load(partials + o_r.to(tl.int64) * n + o_n, mask=(o_r < splits) & m_n, other=0.0)
     tl.store(total + o_n, tl.sum(b_sum, axis=0)[None, :].to(total.dtype.element_ty), mask=m_n)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def norm_reduce_kernel(
-    dweight_partials, dbias_partials, dweight, dbias, splits, n, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Adds up the partials of one parameter, or, on a grid of two rows, of both."""
-    if dbias is None:
-        _add_up(dweight_partials, dweight, splits, n, ROWS, BLOCK)
-    elif dweight is None:
-        _add_up(dbias_partials, dbias, splits, n, ROWS, BLOCK)
-    else:
-        if tl.program_id(1) == 0:
-            _add_up(dweight_partials, dweight, splits, n, ROWS, BLOCK)
-        else:
-            _add_up(dbias_partials, dbias, splits, n, ROWS, BLOCK)
 
 
 # --- Launchers: at least one row ---
@@ -459,7 +443,7 @@ def _forward(
     n = x.tensor.shape[-1]
     rows = rstd.numel()
     launch = choose_forward(n, x.tensor.element_size())
-    programs = min(launch.row_blocks(rows), launch.programs * multiprocessors(x.tensor))
+    programs = launch.row_blocks(rows)
     arguments = (
         x.tensor,
         weight,
@@ -478,12 +462,7 @@ def _forward(
     with device_guard(x.tensor):
         if launch.column_blocks(n) == 1:
             norm_forward_kernel[(programs,)](
-                *arguments,
-                RELOAD=launch.reload,
-                ROWS=launch.rows,
-                BLOCK=launch.block,
-                STAGES=launch.stages,
-                num_warps=launch.warps,
+                *arguments, ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps
             )
         else:
             norm_long_forward_kernel[(programs,)](*arguments, BLOCK=launch.block, num_warps=launch.warps)
@@ -502,9 +481,8 @@ def _row_sums(
     n = x.tensor.shape[-1]
     projection = torch.empty(rstd.shape, dtype=torch.float32, device=rstd.device)
     average = None if mean is None else torch.empty(rstd.shape, dtype=torch.float32, device=rstd.device)
-    programs = min(rstd.numel(), LONG_ROW.programs * multiprocessors(x.tensor))
     with device_guard(x.tensor):
-        norm_row_sums_kernel[(programs,)](
+        norm_row_sums_kernel[(rstd.numel(),)](
             x.tensor,
             weight,
             dy.tensor,
@@ -580,7 +558,8 @@ def _backward(
             RELOAD=launch.reload,
             ROWS=launch.rows,
             BLOCK=launch.block,
-            STAGES=launch.stages,
+            # Of a pipeline for two sums alone the assembler spills some registers to fit in more programs.
+            STAGES=1 if dx is None and sums == 2 else launch.stages,
             num_warps=launch.warps,
         )
         if sums:

@@ -20,7 +20,7 @@ from scripts import source
 from scripts.errors import StateError, TreeError, UsageError, command, quoted
 from scripts.files import held, locked, obstacle, require_folder, working
 from scripts.manifest import Manifest, Release, load, span
-from scripts.overlay import ON_REQUEST, PACKAGE, RECORD, ROOT, Overlay, load_overlay, sha256
+from scripts.overlay import PACKAGE, RECORD, ROOT, Overlay, load_overlay, sha256
 from scripts.record import Record, read_record, with_overlay, without_overlay
 from scripts.tree import TEMPORARY, Tree
 from scripts.verify import Action, Plan, plan
@@ -502,9 +502,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nox -s apply --", description=__doc__)
     parser.add_argument("release", nargs="?", metavar="megatron==VERSION", help="a pinned release")
     parser.add_argument("--tree", type=types.path, metavar="PATH", help="overlay this tree in place")
-    parser.add_argument(
-        "--ops", metavar="A,B", help=f"only these ops (default: all but {', '.join(sorted(ON_REQUEST))})"
-    )
+    parser.add_argument("--ops", metavar="A,B", help="only these ops (default: all)")
     parser.add_argument("--python", type=types.text, metavar="3.12", help="take the wheel for this Python")
     parser.add_argument(
         "--platform", type=types.text, metavar="TAG", help="take the wheel for this platform tag or machine"

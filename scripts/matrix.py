@@ -95,9 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--jobs", "1 or more", str(arguments.jobs), "leave it away")
     manifest = load()
     overlay = load_overlay(manifest=manifest)
-    # Every op: what is installed on request has to hold in each release, too.
-    asked = split_ops(arguments.ops)
-    ops = overlay.ops if asked is None else select_ops(overlay, asked)
+    ops = select_ops(overlay, split_ops(arguments.ops))
     device, _ = ("cpu", 0) if arguments.device == "cpu" else detect_device(arguments.device)
     jobs = arguments.jobs or (1 if device == "cuda" else min(os.cpu_count() or 1, MAX_JOBS))
     begun = time.monotonic()

@@ -32,15 +32,9 @@ _MARKER = re.compile(
 )
 
 
-ON_REQUEST = frozenset({"cross_entropy", "norms"})
-"""Ops that only ``--ops`` installs, because no GPU has run them yet: their proof is the interpreter's."""
-
-
 @dataclass(frozen=True)
 class Overlay:
     """Our side: ``added`` and ``tails`` by path in the tree, ``ops`` that have a tail, and our commit.
-
-    ``on_request`` are the ops that are left out where none are named.
 
     The commit is in the record of a tree or a wheel, so the same files from two commits, or from a copy
     without its repository, give records (and wheels) that differ in that one line.
@@ -51,7 +45,6 @@ class Overlay:
     added: Mapping[str, bytes]
     tails: Mapping[str, bytes]
     commit: str | None = None
-    on_request: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,7 @@ def load_overlay(root: Path = ROOT, manifest: pins.Manifest | None = None) -> Ov
         if path in tails:
             raise ExpectationError(f"overlay/{path}", "a pin in patches/files.json", "none", "pin the file")
         raise ExpectationError(f"overlay/{path}", "the tail of a pinned file", "no file", "write or unpin it")
-    return Overlay(overlay_version(root), manifest.ops, added, tails, _commit(root), ON_REQUEST)
+    return Overlay(overlay_version(root), manifest.ops, added, tails, _commit(root))
 
 
 def overlay_version(root: Path = ROOT) -> int:

@@ -17,7 +17,7 @@ from scripts.apply import apply_tree, build_tree, split_ops
 from scripts.arguments import path
 from scripts.errors import UsageError
 from scripts.manifest import Release, load
-from scripts.overlay import ON_REQUEST, RECORD
+from scripts.overlay import RECORD
 from scripts.revert import revert_tree
 from scripts.tree import Tree
 
@@ -56,9 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser, more: str = "") -> None:
         metavar="PATH",
         help="or a tree, overlaid or pristine; copied, not changed",
     )
-    parser.add_argument(
-        "--ops", metavar="OP,…", help=f"only these ops (default: all but {', '.join(sorted(ON_REQUEST))})"
-    )
+    parser.add_argument("--ops", metavar="OP,…", help="only these ops (default: all)")
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    pair.add_arguments(parser, "; all: every pinned release, with every op")
+    pair.add_arguments(parser, "; all: every pinned release")
     parser.add_argument("--jobs", type=int, metavar="N", help="with all: how many releases at a time")
     parser.add_argument(
         "--markdown", type=path, metavar="FILE", help="with all: write the table as Markdown, too"

@@ -38,8 +38,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--ops",
         metavar="A,B",
-        help="with --expect overlaid: exactly these ops (default: those that apply installs unasked, and "
-        "what the tree has on request)",
+        help="with --expect overlaid: exactly these ops (default: all)",
     )
     arguments = parser.parse_args(argv)
     manifest = load()
@@ -47,9 +46,6 @@ def main(argv: list[str]) -> int:
     ops = select_ops(overlay, split_ops(arguments.ops))
     tree = Tree.locate(arguments.tree)
     state = inspect(tree.read, manifest, overlay)
-    if arguments.ops is None and state.record is not None:
-        requested = overlay.on_request.intersection(state.record.ops)
-        ops = select_ops(overlay, {*ops, *requested})
     verdict = judge(tree, state, manifest, overlay)
     print(f"{tree.root}: {verdict}")
     for text in lines(tree, state, overlay):

@@ -172,12 +172,12 @@ def _added(path: str, data: bytes | None, known: Mapping[str, list[str]], overla
 
 
 def select_ops(overlay: Overlay, ops: Iterable[str] | None) -> tuple[str, ...]:
-    """The ops to apply, in the overlay's order; None means all but those on request.
+    """The ops to apply, in the overlay's order; None means all.
 
     Raises UsageError for an unknown op, and for none.
     """
     if ops is None:
-        return tuple(op for op in overlay.ops if op not in overlay.on_request)
+        return overlay.ops
     wanted = set(ops)
     unknown = sorted(wanted - set(overlay.ops))
     if unknown or not wanted:

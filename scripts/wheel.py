@@ -25,7 +25,7 @@ from scripts.apply import split_ops
 from scripts.errors import ExpectationError, SourceError, TreeError, UsageError, command, quoted
 from scripts.files import locked, require_folder, working
 from scripts.manifest import Manifest, PinnedFile, Release, load, span
-from scripts.overlay import ON_REQUEST, PACKAGE, ROOT, Overlay, load_overlay, sha256
+from scripts.overlay import PACKAGE, ROOT, Overlay, load_overlay, sha256
 from scripts.tree import Tree
 from scripts.verify import OVERLAID, Plan, inspect, plan
 from scripts.wheelpack import Wheel, read_licenses, read_wheel, repack
@@ -262,9 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tree", type=types.path, metavar="PATH", help="build from this checkout (needs a compiler)"
     )
-    parser.add_argument(
-        "--ops", metavar="A,B", help=f"only these ops (default: all but {', '.join(sorted(ON_REQUEST))})"
-    )
+    parser.add_argument("--ops", metavar="A,B", help="only these ops (default: all)")
     parser.add_argument(
         "--python", type=types.text, metavar="3.12", help="the wheel for this Python (default: this one)"
     )

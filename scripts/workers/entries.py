@@ -73,5 +73,12 @@ ENTRIES = (
     ),
 )
 
+# The class of each op that a hand-built spec names, in megatron.core.liger.
+PUBLIC_CLASSES = {
+    "swiglu": "LigerMegatronSwiGLU",
+    "cross_entropy": "LigerMegatronCrossEntropy",
+    "norms": "LigerMegatronRMSNorm",
+}
+
 # The places of a GPT layer stack that hold a norm, by the attribute that holds it.
 NORM_SLOTS = ("input_layernorm", "q_layernorm", "k_layernorm", "pre_mlp_layernorm", "final_layernorm")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small GPT that train runs: model, optimizer, data and checkpoint, by Megatron-Core's own interfaces.
 
-Two layers with RMSNorm, SwiGLU, rotary positions, grouped-query attention and query/key norms, from the local
-layer spec, so that every norm slot and every entry the overlay can take over is in use.
+Two layers with RMSNorm, SwiGLU, rotary positions, grouped-query attention and query/key norms, in two ways:
+from upstream's local layer spec, so that every norm slot and every entry the overlay can take over is in use;
+and from a spec and a loss made by hand of the overlay's public classes, which uses none of those entries.
 """
 
 from __future__ import annotations
@@ -17,12 +18,20 @@ from typing import Any, Protocol
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import optimizer as sharding
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 SEED = 1234
 
@@ -45,11 +54,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a run changes in the configuration."""
+    """What a run changes: the configuration, or, ``by_hand``, who makes the spec and the loss."""
 
     fused_cross_entropy: bool
     fused_activation: bool
     sequence_parallel: bool
+    by_hand: bool = False
 
 
 def build(sizes: Sizes, variant: Variant) -> DistributedDataParallel:
@@ -68,7 +78,9 @@ def build(sizes: Sizes, variant: Variant) -> DistributedDataParallel:
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        bias_activation_fusion=variant.fused_activation,
+        bias_activation_fusion=variant.fused_activation and not variant.by_hand,
+        # Only under this name does the MLP build the activation that its spec has; nothing of TE is in it.
+        use_te_activation_func=variant.by_hand,
         bias_dropout_fusion=False,
         # These three need Apex, or kernels that only Apex builds.
         masked_softmax_fusion=False,
@@ -84,9 +96,13 @@ def build(sizes: Sizes, variant: Variant) -> DistributedDataParallel:
         cross_entropy_loss_fusion=variant.fused_cross_entropy,
         cross_entropy_fusion_impl="native",
     )
+    if variant.by_hand:
+        spec = _spec_by_hand(sizes.layers)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+        spec,
         vocab_size=sizes.vocabulary,
         max_sequence_length=sizes.sequence,
         position_embedding_type="rope",
@@ -96,6 +112,56 @@ def build(sizes: Sizes, variant: Variant) -> DistributedDataParallel:
         model = model.cuda()
     reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
     return DistributedDataParallel(config, reduction, Float16Module(config, model))
+
+
+def _spec_by_hand(layers: int) -> TransformerBlockSubmodules:
+    """The same model with the overlay's classes as its norms and activation; only an overlaid tree has them.
+
+    A whole block: with the spec of a layer alone, upstream chooses the final norm.
+    """
+    from megatron.core.liger import LigerMegatronRMSNorm, LigerMegatronSwiGLU
+
+    linear_in, linear_out = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
+    attention = SelfAttentionSubmodules(
+        linear_qkv=linear_in,
+        q_layernorm=LigerMegatronRMSNorm,
+        k_layernorm=LigerMegatronRMSNorm,
+        core_attention=DotProductAttention,
+        linear_proj=linear_out,
+    )
+    mlp = MLPSubmodules(linear_fc1=linear_in, activation_func=LigerMegatronSwiGLU, linear_fc2=linear_out)
+    layer = TransformerLayerSubmodules(
+        input_layernorm=LigerMegatronRMSNorm,
+        self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=LigerMegatronRMSNorm,
+        mlp=ModuleSpec(MLP, submodules=mlp),
+        mlp_bda=get_bias_dropout_add,
+        # Upstream's names of these two in checkpoints.
+        sharded_state_dict_keys_map={
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        },
+    )
+    return TransformerBlockSubmodules(
+        [ModuleSpec(TransformerLayer, submodules=layer)] * layers, layer_norm=LigerMegatronRMSNorm
+    )
+
+
+def loss(model: DistributedDataParallel, variant: Variant, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of every token of a micro-batch, ``[micro_batch, sequence]`` float32."""
+    if not variant.by_hand:
+        of_model: torch.Tensor = model(**batch)
+        return of_model
+    from megatron.core.liger import LigerMegatronCrossEntropy
+
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    # In bf16, as upstream's loss reads them: the wrapper would make a float32 copy of what leaves the model.
+    logits = model(**inputs, fp32_output=False)
+    group = parallel_state.get_tensor_model_parallel_group()
+    labels = batch["labels"].transpose(0, 1)
+    by_hand: torch.Tensor = LigerMegatronCrossEntropy()(logits.transpose(0, 1), labels, group)
+    return by_hand.transpose(0, 1)
 
 
 def batches(sizes: Sizes, step: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
@@ -259,19 +325,20 @@ def _model_state(model: DistributedDataParallel) -> dict[str, Any]:
 
 
 def fingerprint(state: Any) -> str:
-    """SHA-256 over the bytes of every sharded tensor in ``state``, by key."""
+    """SHA-256 over the keys in ``state`` of whatever is sharded, and over the bytes of the tensors in it."""
     digest = hashlib.sha256()
-    for key, tensor in sorted(_tensors(state), key=lambda item: item[0]):
+    for key, data in sorted(_sharded(state), key=lambda item: item[0]):
         digest.update(key.encode())
-        data = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(data.view(torch.uint8).numpy().tobytes())
+        if isinstance(data, torch.Tensor):
+            flat = data.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _tensors(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _sharded(state: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(state, Mapping):
-        yield from itertools.chain.from_iterable(map(_tensors, state.values()))
+        yield from itertools.chain.from_iterable(map(_sharded, state.values()))
     elif isinstance(state, (list, tuple)):
-        yield from itertools.chain.from_iterable(map(_tensors, state))
-    elif isinstance(getattr(state, "data", None), torch.Tensor) and hasattr(state, "key"):
+        yield from itertools.chain.from_iterable(map(_sharded, state))
+    elif isinstance(state, ShardedBase):
         yield state.key, state.data

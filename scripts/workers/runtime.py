@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -12,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,11 +41,28 @@ def prepare(device: str) -> torch.device:
     return torch.device("cpu")
 
 
+class Stream:
+    """A CUDA stream or event on CPU, where all that is asked of it has happened when it is asked."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def record_event(self, *_: object) -> Stream:
+        return self
+
+    def nothing(self, *_: object) -> None: ...
+
+    wait_stream = wait_event = wait = record = synchronize = nothing
+
+    def query(self) -> bool:
+        return True
+
+
 def use_cpu_for_cuda() -> None:
     """Point the CUDA calls that upstream makes even on CPU tensors at their CPU forms."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     cpu = torch.device("cpu")
+    stream = Stream()
 
     def get_state(*_: object, **__: object) -> torch.Tensor:
         return torch.get_rng_state()
@@ -58,6 +76,11 @@ def use_cpu_for_cuda() -> None:
         (torch.cuda, "set_rng_state", set_state),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "synchronize", lambda *_: None),
+        (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
+        (torch.cuda, "Stream", Stream),
+        (torch.cuda, "Event", Stream),
+        (torch.cuda, "current_stream", lambda *_: stream),
+        (torch.cuda, "stream", lambda *_: contextlib.nullcontext()),
         (megatron_random, "_get_cuda_rng_state", get_state),
         (megatron_random, "_set_cuda_rng_state", set_state),
     ]
@@ -65,6 +88,39 @@ def use_cpu_for_cuda() -> None:
         setattr(owner, name, replacement)
     # The CPU generator now *is* the device's, which upstream remarks on at every fork.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
+
+
+def use_no_transformer_engine() -> None:
+    """Give upstream what it uses without asking whether TransformerEngine is there, where it is not."""
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    def nothing(**_: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    replacements: list[tuple[Any, str, Any]] = [
+        (multi_latent_attention, "HAVE_TE", False),
+        (moe_utils, "te_general_gemm", None),
+        (random, "FP8GlobalStateManager", SimpleNamespace(is_fp8_enabled=lambda: False)),
+        (random, "activation_recompute_forward", nothing),
+        (random, "fp8_autocast", nothing),
+    ]
+    for owner, name, replacement in replacements:
+        setattr(owner, name, replacement)
+
+
+def attention_for_mla() -> type[torch.nn.Module]:
+    """Upstream's local attention with the arguments that its MLA has for it; values are as wide as heads."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Attention(DotProductAttention):  # type: ignore[misc]
+        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **named: Any) -> None:
+            super().__init__(*args, **named)
+
+    return Attention
 
 
 def init_group(folder: Path, device: str) -> None:

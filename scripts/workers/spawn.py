@@ -87,7 +87,7 @@ def run_world(
     """Run ``ranks`` processes of ``worker`` on ``tree`` and return each rank's report, in rank order.
 
     Args:
-        worker: module of this package whose ``main`` takes the path of the plan.
+        worker: module of this package, or path of a program, whose ``main`` takes the path of the plan.
         plan: what the worker is told, as JSON; ``folder`` is added to it.
         tree: the folder that holds ``megatron/core``; None for a worker that imports no Megatron.
         folder: an empty folder for plan, logs and reports.

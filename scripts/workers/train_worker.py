@@ -52,7 +52,9 @@ def _run(plan: Mapping[str, Any], run: Mapping[str, Any], device: torch.device) 
     from scripts.workers import gpt
 
     sizes = gpt.Sizes(**plan["sizes"])
-    variant = gpt.Variant(run["fused_cross_entropy"], run["fused_activation"], plan["sequence_parallel"])
+    variant = gpt.Variant(
+        run["fused_cross_entropy"], run["fused_activation"], plan["sequence_parallel"], run["by_hand"]
+    )
     model = gpt.build(sizes, variant)
     optimizer = gpt.make_optimizer(model, sizes.learning_rate)
     report: dict[str, Any] = {"losses": [], "counters": [], "norms": _norms(model)}
@@ -67,8 +69,8 @@ def _run(plan: Mapping[str, Any], run: Mapping[str, Any], device: torch.device) 
         model.zero_grad_buffer()
         losses = []
         for batch in gpt.batches(sizes, step, device):
-            loss = model(**batch).float().mean()
-            (loss / sizes.micro_batches).backward()
+            loss = gpt.loss(model, variant, batch).float().mean()
+            torch.autograd.backward(loss / sizes.micro_batches)
             losses.append(loss.detach())
         finalize_model_grads([model])
         if step == 0 and run.get("gradients"):

@@ -7,11 +7,9 @@ that returns, by name.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,27 +29,12 @@ def register(name: str, folder: Path) -> None:
     spec.loader.exec_module(module)
 
 
-def without_transformer_engine() -> None:
-    """Give upstream what it uses without asking whether Transformer Engine is there."""
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import multi_latent_attention
-
-    multi_latent_attention.HAVE_TE = False
-    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
-    for name in ("activation_recompute_forward", "fp8_autocast"):
-        setattr(random, name, lambda **_: contextlib.nullcontext())
-
-
 def build(mla: bool, **choice: Any) -> Any:
     """A GPT of one layer and a multi-token-prediction head of one, with a norm in every place for one."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.core.transformer import dot_product_attention, transformer_config
+    from megatron.core.transformer import transformer_config
 
-    class Attention(dot_product_attention.DotProductAttention):
-        """With the arguments that MLA has for it, and upstream's local one lacks."""
-
-        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **named: Any) -> None:
-            super().__init__(*args, **named)
+    from scripts.workers import runtime
 
     torch.manual_seed(3)
     kind = transformer_config.MLATransformerConfig if mla else transformer_config.TransformerConfig
@@ -78,7 +61,7 @@ def build(mla: bool, **choice: Any) -> Any:
         qk_layernorm=True, normalization=given.normalization, multi_latent_attention=mla
     )
     if mla:
-        spec.submodules.self_attention.submodules.core_attention = Attention
+        spec.submodules.self_attention.submodules.core_attention = runtime.attention_for_mla()
     mtp = gpt_layer_specs.get_gpt_mtp_block_spec(given, spec, use_transformer_engine=False)
     model = GPTModel(
         given,
@@ -150,7 +133,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    without_transformer_engine()
+    runtime.use_no_transformer_engine()
     plan = torch.load(folder / "plan")
     found = {
         name: run(device=device, tensor_model_parallel_size=ranks, **settings)

@@ -123,13 +123,14 @@ def test_the_whole_round_on_the_real_files(
     assert cli.main(["status", *tree, "--expect", "pristine"]) == 0
     assert cli.main(["apply", *tree]) == 0
     assert "may mix" in capsys.readouterr().out
-    assert cli.main(["status", *tree, "--expect", "overlaid", "--ops", "swiglu"]) == 0
-    assert cli.main(["status", *tree, "--expect", "pristine"]) == 1
-    everything = ["--ops", ",".join(load().ops)]
-    assert cli.main(["status", *tree, "--expect", "overlaid", *everything]) == 1
-    assert cli.main(["apply", *tree, *everything]) == 0
     assert cli.main(["status", *tree, "--expect", "overlaid"]) == 0
-    assert cli.main(["status", *tree, "--expect", "overlaid", "--ops", "swiglu"]) == 1
+    assert cli.main(["status", *tree, "--expect", "overlaid", "--ops", ",".join(load().ops)]) == 0
+    assert cli.main(["status", *tree, "--expect", "pristine"]) == 1
+    one = ["--ops", "swiglu"]
+    assert cli.main(["status", *tree, "--expect", "overlaid", *one]) == 1
+    assert cli.main(["apply", *tree, *one]) == 0
+    assert cli.main(["status", *tree, "--expect", "overlaid"]) == 1
+    assert cli.main(["status", *tree, "--expect", "overlaid", *one]) == 0
     assert cli.main(["apply", *tree]) == 0
     capsys.readouterr()
     assert cli.main(["apply", *tree]) == 0
@@ -182,7 +183,7 @@ def test_a_tree_that_says_another_version(real_tree: Path, capsys: pytest.Captur
     capsys.readouterr()
     assert cli.main(["apply", "--tree", str(real_tree)]) == 0
     said = capsys.readouterr().out
-    assert "as in 0.13.0 … 0.19.2 (15 releases)" in said
+    assert "as in 0.13.0 … 0.16.1 (9 releases)" in said
     assert "says 0.20.0" in said
     assert f"parity --tree {real_tree}" in said
 

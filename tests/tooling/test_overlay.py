@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.overlay import ROOT, extend, load_overlay, overlay_version, sha256, split
-from scripts.verify import select_ops
 
 LINES = st.lists(st.sampled_from([b"x = 1", b"  y  ", b"", b"\t", b"# caf\xc3\xa9", b"\xff\x00"]), max_size=4)
 BASES = st.builds(
@@ -222,10 +221,3 @@ def test_sources_without_git_have_no_commit(
     if how == "no commit":
         git(checkout, "init", "-q")
     assert load_overlay(checkout).commit is None
-
-
-def test_ops_on_request_are_installed_by_name_only() -> None:
-    overlay = load_overlay()
-    assert overlay.on_request == {"cross_entropy", "norms"}
-    assert select_ops(overlay, None) == ("swiglu",)
-    assert select_ops(overlay, ["norms", "swiglu"]) == ("swiglu", "norms")

@@ -82,3 +82,17 @@ def test_log_lines_picks_by_prefix(tmp_path: Path) -> None:
     (tmp_path / "rank0.log").write_text("a b\nliger x\n  liger y\n", encoding="utf-8")
     assert spawn.log_lines(tmp_path, "liger") == ["liger x"]
     assert json.dumps(spawn.log_lines(tmp_path, "none")) == "[]"
+
+
+def test_a_worker_may_be_a_program_of_its_own(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, sys\nfrom dataclasses import dataclass\nfrom scripts.workers import spawn\n\n"
+        "@dataclass\nclass Report:\n    root_is_not_on_the_path: bool\n\n"
+        "def main(argv):\n"
+        "    json.dump(vars(Report(str(spawn.ROOT) not in sys.path)), open('rank0.json', 'w'))\n"
+        "    return 0\n",
+        encoding="utf-8",
+    )
+    reports = spawn.run_world(str(program), {}, tree=None, folder=tmp_path / "w", timeout=30)
+    assert reports == [{"root_is_not_on_the_path": True}]

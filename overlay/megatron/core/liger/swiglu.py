@@ -153,7 +153,9 @@ class TakenOver:
 class LigerMegatronSwiGLU(nn.Module):
     """SwiGLU as a module: for a hand-built spec, or in the place of ``bias_swiglu_impl``.
 
-    ``MLPSubmodules(activation_func=LigerMegatronSwiGLU)`` works: Megatron-Core builds it with its config.
+    ``MLPSubmodules(activation_func=LigerMegatronSwiGLU)`` works: Megatron-Core builds it with its config,
+    where that says ``use_te_activation_func=True`` (which excludes ``bias_activation_fusion=True``). Where it
+    does not, Megatron-Core passes over the spec's activation in silence.
 
     Args:
         fallback_impl: called as ``bias_swiglu_impl`` is, for what the kernel does not serve.
