@@ -77,6 +77,12 @@ def diff(session: nox.Session) -> None:
 
 
 @nox.session(python=False, default=False)
+def port(session: nox.Session) -> None:
+    """Say what moved under the overlay in a release or tree that is not pinned, and what is left to do."""
+    _pipeline(session)
+
+
+@nox.session(python=False, default=False)
 def pin(session: nox.Session) -> None:
     """Draft the pins of releases from their published files."""
     _pipeline(session)

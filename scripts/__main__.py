@@ -24,6 +24,7 @@ COMMANDS = {
     "train": "train a small GPT on both and compare",
     "tests": "run the tests; without a GPU in Triton's interpreter",
     "lint": "check the patch set itself",
+    "port": "say what moved under the overlay in an unknown release or tree",
     "pin": "draft the pins of releases",
 }
 _MODULES = {"pin": "pins"}
