@@ -77,14 +77,20 @@ def diff(session: nox.Session) -> None:
 
 
 @nox.session(python=False, default=False)
+def port(session: nox.Session) -> None:
+    """Say what moved under the overlay in a release or tree that is not pinned, and what is left to do."""
+    _pipeline(session)
+
+
+@nox.session(python=False, default=False)
 def pin(session: nox.Session) -> None:
-    """Draft the pins of a release from its published files."""
+    """Draft the pins of releases from their published files."""
     _pipeline(session)
 
 
 @nox.session(python=False, default=False, requires=["environment"])
 def parity(session: nox.Session) -> None:
-    """Compare every overlaid entry with the pristine one and with float64."""
+    """Compare every overlaid entry with the pristine one and with float64, in a release, a tree, or all."""
     _with_torch(session)
 
 

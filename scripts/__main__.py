@@ -25,7 +25,8 @@ COMMANDS = {
     "bench": "measure the kernels beside upstream, PyTorch and other libraries",
     "tests": "run the tests; without a GPU in Triton's interpreter",
     "lint": "check the patch set itself",
-    "pin": "draft the pins of a release",
+    "port": "say what moved under the overlay in an unknown release or tree",
+    "pin": "draft the pins of releases",
 }
 _MODULES = {"pin": "pins"}
 _OLDEST = (3, 10)

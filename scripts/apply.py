@@ -19,7 +19,7 @@ from scripts import record as installs
 from scripts import source
 from scripts.errors import StateError, TreeError, UsageError, command, quoted
 from scripts.files import held, locked, obstacle, require_folder, working
-from scripts.manifest import Manifest, Release, load
+from scripts.manifest import Manifest, Release, load, span
 from scripts.overlay import PACKAGE, RECORD, ROOT, Overlay, load_overlay, sha256
 from scripts.record import Record, read_record, with_overlay, without_overlay
 from scripts.tree import TEMPORARY, Tree
@@ -230,11 +230,17 @@ class Built:
     word: str
 
 
-def build_tree(release: Release, ops: Iterable[str] | None, dest: Path, *, overlaid: bool) -> Path:
-    """A tree of a pinned release at ``dest``, overlaid with ``ops`` or pristine; built if it is not that."""
+def build_tree(
+    release: Release, ops: Iterable[str] | None, dest: Path, *, overlaid: bool, nearest: bool = False
+) -> Path:
+    """A tree of a pinned release at ``dest``, overlaid with ``ops`` or pristine; built if it is not that.
+
+    ``nearest``: from another Python's wheel where the release has none for this one.
+    """
     manifest = load()
     overlay = load_overlay(manifest=manifest)
-    _build(source.fetch(release), manifest, overlay, ops, release, dest, overlaid=overlaid)
+    wheel = source.fetch_file(release, source.choose(release, nearest=nearest))
+    _build(wheel, manifest, overlay, ops, release, dest, overlaid=overlaid)
     return dest
 
 
@@ -435,7 +441,7 @@ def complete_later(tree: Tree) -> Iterator[None]:
 
 def _require_release(planned: Plan, release: Release | None) -> None:
     if release is not None and release.version not in planned.files_as_in:
-        found = f"files as in {', '.join(planned.files_as_in) or 'no single release'}"
+        found = f"files as in {span(planned.files_as_in) or 'no single release'}"
         remedy = "leave the release away, or give the tree of that release"
         raise TreeError("the tree", f"files as in {release.version}", found, remedy)
 
@@ -447,7 +453,7 @@ def _describe(tree: Tree, planned: Plan) -> None:
 def caveat(tree: Tree, files_as_in: Iterable[str]) -> str:
     """What the touched files say about a tree's release, and what its ``package_info.py`` says against it."""
     releases = tuple(files_as_in)
-    as_in = ", ".join(releases) or "several releases, no one of them has all"
+    as_in = span(releases) or "several releases, no one of them has all"
     says = tree.says()
     claim = f" (its package_info.py says {says})" if says and says not in releases else ""
     return f"the touched files are as in {as_in}; that does not make the tree a release{claim}"

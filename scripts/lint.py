@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.errors import OverlayError
-from scripts.manifest import Manifest, load
-from scripts.overlay import PACKAGE, ROOT, overlay_version
+from scripts.manifest import Manifest, TouchedFile, load, order
+from scripts.overlay import PACKAGE, ROOT, overlay_version, sha256
 from scripts.pins import definition
 
 LICENCE = b"# SPDX-License-Identifier: Apache-2.0\n"
 FIELDS = ("kind", "why", "upstream", "retires when")
 KINDS = ("speed", "fix", "reach")
+FILES, RELEASES = "patches/files.json", "patches/releases.json"
 
 
 @dataclass(frozen=True)
@@ -47,20 +48,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class PatchSet:
-    """The set as it is on disk: pins, and the sources of ``overlay/`` and ``kernels/``, by path."""
+    """The set as it is on disk: pins, the sources of ``overlay/`` and ``kernels/``, the licence texts."""
 
     manifest: Manifest
     tails: dict[str, bytes]
     added: dict[str, bytes]
+    texts: dict[str, bytes] = field(default_factory=dict)
     others: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, root: Path) -> PatchSet:
         tails: dict[str, bytes] = {}
         added: dict[str, bytes] = {}
-        others = [
-            p for p in _files(root, "patches") if p not in ("patches/releases.json", "patches/files.json")
-        ]
+        others = [p for p in _files(root, "patches") if p not in (RELEASES, FILES)]
         for path in (*_files(root, "overlay"), *_files(root, "kernels")):
             if not path.endswith(".py"):
                 others.append(path)
@@ -68,7 +68,8 @@ class PatchSet:
                 added[path] = (root / path).read_bytes()
             else:
                 tails[path] = (root / path).read_bytes()
-        return cls(load(root), tails, added, tuple(others))
+        texts = {path: (root / path).read_bytes() for path in _files(root, "LICENSES")}
+        return cls(load(root), tails, added, texts, tuple(others))
 
     @property
     def sources(self) -> dict[str, bytes]:
@@ -132,41 +133,72 @@ def releases_pinned(s: PatchSet) -> Iterator[Problem]:
         names = [file.filename for file in (*release.wheels, *([release.sdist] if release.sdist else []))]
         for name in sorted(set(names)):
             if names.count(name) > 1:
-                yield Problem("patches/releases.json", 0, f"{name} is listed twice")
+                yield Problem(RELEASES, 0, f"{name} is listed twice")
             if not re.match(rf"megatron_core-{re.escape(version)}(-cp3\d+-.*\.whl|\.tar\.gz)$", name):
-                yield Problem("patches/releases.json", 0, f"{name} is no file of {version}")
+                yield Problem(RELEASES, 0, f"{name} is no file of {version}")
         if not release.wheels or release.sdist is None or not release.source:
-            yield Problem("patches/releases.json", 0, f"{version} lacks wheels, an sdist or a source")
+            yield Problem(RELEASES, 0, f"{version} lacks wheels, an sdist or a source")
         if version in s.manifest.yanked:
-            yield Problem("patches/releases.json", 0, f"{version} is both pinned and yanked")
+            yield Problem(RELEASES, 0, f"{version} is both pinned and yanked")
 
 
 def variants_once(s: PatchSet) -> Iterator[Problem]:
-    """A file lists a hash once, and each supported release, and no other, in one variant."""
+    """A file lists a hash once, a release once, both in the releases' order, and says where each is from."""
     for path, file in s.manifest.files.items():
         hashes = [v.sha256 for v in file.variants]
         for twice in sorted({h for h in hashes if hashes.count(h) > 1}):
-            yield Problem("patches/files.json", 0, f"{path}: variant {twice[:12]} is listed twice")
-        listed = [release for v in file.variants for release in v.releases]
-        for version in s.manifest.releases:
-            if listed.count(version) != 1:
-                yield Problem(
-                    "patches/files.json", 0, f"{path}: {version} is in {listed.count(version)} variants"
-                )
-        for version in sorted(set(listed) - set(s.manifest.releases)):
-            yield Problem("patches/files.json", 0, f"{path}: {version} is not in patches/releases.json")
+            yield Problem(FILES, 0, f"{path}: variant {twice[:12]} is listed twice")
+        listed = [release for v in file.variants for release in v.releases] + [*file.absent]
+        for version in sorted({r for r in listed if listed.count(r) > 1}, key=order):
+            yield Problem(FILES, 0, f"{path}: {version} is listed twice")
+        for group in (*(v.releases for v in file.variants), file.absent, [r[0] for r in _releases(file)]):
+            if list(group) != sorted(group, key=order):
+                yield Problem(FILES, 0, f"{path}: {', '.join(group)} are not in order")
         for variant in file.variants:
             if not variant.releases or not variant.source:
-                yield Problem(
-                    "patches/files.json", 0, f"{path}: {variant.sha256[:12]} lacks releases or a source"
-                )
+                yield Problem(FILES, 0, f"{path}: {variant.sha256[:12]} lacks releases or a source")
+
+
+def _releases(file: TouchedFile) -> list[tuple[str, ...]]:
+    return [v.releases for v in file.variants if v.releases]
+
+
+def releases_complete(s: PatchSet) -> Iterator[Problem]:
+    """Each file names every release, and no other, in a variant or among those that lack the file."""
+    for path, file in s.manifest.files.items():
+        listed = {release for v in file.variants for release in v.releases} | {*file.absent}
+        for version in s.manifest.releases:
+            if version not in listed:
+                yield Problem(FILES, 0, f"{path}: {version} has no variant, and is not said to lack the file")
+        for version in sorted(listed - set(s.manifest.releases), key=order):
+            yield Problem(FILES, 0, f"{path}: {version} is not in {RELEASES}")
+
+
+def licenses_pinned(s: PatchSet) -> Iterator[Problem]:
+    """Each release has one licence text, which is there and is the pinned one; no text is unused."""
+    listed = [release for text in s.manifest.licenses for release in text.releases]
+    for version in s.manifest.releases:
+        if listed.count(version) != 1:
+            yield Problem(RELEASES, 0, f"{version} has {listed.count(version)} licence texts")
+    for version in sorted(set(listed) - set(s.manifest.releases), key=order):
+        yield Problem(RELEASES, 0, f"licence of {version}, which is not pinned")
+    paths = [text.path for text in s.manifest.licenses]
+    for text in s.manifest.licenses:
+        if not text.releases or not text.source:
+            yield Problem(RELEASES, 0, f"{text.path} lacks releases or a source")
+        if paths.count(text.path) > 1 or text.path not in s.texts:
+            yield Problem(RELEASES, 0, f"{text.path} is listed twice, or is not there")
+        elif sha256(s.texts[text.path]) != text.sha256:
+            yield Problem(text.path, 0, f"is not the pinned text ({text.sha256[:12]})")
+    for path in sorted(s.texts.keys() - set(paths)):
+        yield Problem(path, 0, f"no release in {RELEASES} is under it")
 
 
 def pins_have_tails(s: PatchSet) -> Iterator[Problem]:
     """A pinned file has a tail, a tail has a pin."""
     for path in s.manifest.files:
         if f"overlay/{path}" not in s.tails:
-            yield Problem("patches/files.json", 0, f"{path} has no tail in overlay/")
+            yield Problem(FILES, 0, f"{path} has no tail in overlay/")
     for path in s.tails:
         if path.removeprefix("overlay/") not in s.manifest.files:
             yield Problem(path, 0, "has no pin in patches/files.json")
@@ -214,17 +246,52 @@ def ledger_matches_code(s: PatchSet) -> Iterator[Problem]:
 
 
 def fingerprints_complete(s: PatchSet) -> Iterator[Problem]:
-    """Fingerprints are of pinned entries, and no pinned entry is without one in every variant."""
+    """Every variant has a fingerprint, or null for none, of each pinned entry and of no other."""
     for path, file in s.manifest.files.items():
         for variant in file.variants:
+            where = f"{path}: {variant.sha256[:12]}"
             for name, value in variant.entries.items():
                 if name not in file.entries:
-                    yield Problem("patches/files.json", 0, f"{path}: {name} is fingerprinted but no entry")
-                if not re.fullmatch(r"[0-9a-f]{64}", value):
-                    yield Problem("patches/files.json", 0, f"{path}: the fingerprint of {name} is no sha256")
+                    yield Problem(FILES, 0, f"{where}: {name} is fingerprinted but no entry")
+                if value is not None and not re.fullmatch(r"[0-9a-f]{64}", value):
+                    yield Problem(FILES, 0, f"{where}: the fingerprint of {name} is no sha256")
+            for name in file.entries:
+                if name not in variant.entries:
+                    yield Problem(FILES, 0, f"{where}: nothing is said of {name}")
+            if file.entries and not any(variant.entries.values()):
+                yield Problem(FILES, 0, f"{where}: no entry to take over")
         for name in file.entries:
-            if not any(name in variant.entries for variant in file.variants):
-                yield Problem("patches/files.json", 0, f"{path}: {name} has no fingerprint in any variant")
+            if not any(variant.entries.get(name) for variant in file.variants):
+                yield Problem(FILES, 0, f"{path}: {name} has no fingerprint in any variant")
+
+
+def tails_apply(s: PatchSet) -> Iterator[Problem]:
+    """A tail takes an entry over in each variant that has it: without a condition where all variants have it,
+    where upstream defines it (``if "NAME" in globals():``) where some do not."""
+    for path, data in s.tails.items():
+        file = s.manifest.files.get(path.removeprefix("overlay/"))
+        module = ast.parse(data)
+        guarded = {name for node in module.body for name in _guarded(node)}
+        for name in file.entries if file else ():
+            everywhere = all(variant.entries.get(name) for variant in file.variants) if file else True
+            if everywhere and name in guarded:
+                yield Problem(path, 0, f"{name} is taken over on a condition, and every variant has it")
+            elif not everywhere and name not in guarded:
+                yield Problem(path, 0, f"{name} is taken over where a variant lacks it")
+
+
+def _guarded(node: ast.stmt) -> list[str]:
+    """The name that ``if "NAME" in globals():`` asks for."""
+    match node:
+        case ast.If(
+            test=ast.Compare(
+                left=ast.Constant(value=str(name)),
+                ops=[ast.In()],
+                comparators=[ast.Call(func=ast.Name(id="globals"))],
+            )
+        ) if definition(ast.Module(node.body, []), name) is not None:
+            return [name]
+    return []
 
 
 def ops_agree(s: PatchSet) -> Iterator[Problem]:
@@ -263,11 +330,14 @@ RULES: tuple[Rule, ...] = (
     nothing_else,
     releases_pinned,
     variants_once,
+    releases_complete,
+    licenses_pinned,
     pins_have_tails,
     ledger_complete,
     ledger_matches_pins,
     ledger_matches_code,
     fingerprints_complete,
+    tails_apply,
     ops_agree,
     imports_sound,
 )

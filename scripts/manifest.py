@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,14 @@ class PinnedFile:
     sha256: str
 
 
-PinnedWheel = PinnedFile
+@dataclass(frozen=True)
+class License:
+    """A text of upstream's licence: a file below ``LICENSES/``, and the releases that are under it."""
+
+    path: str
+    sha256: str
+    releases: tuple[str, ...]
+    source: str
 
 
 @dataclass(frozen=True)
@@ -40,23 +47,30 @@ class Release:
 
 @dataclass(frozen=True)
 class Variant:
-    """One known content of a touched file: the releases that have it, and a fingerprint per entry."""
+    """One known content of a touched file: the releases that have it, and a fingerprint per entry.
+
+    An entry that this content does not define has None.
+    """
 
     sha256: str
     releases: tuple[str, ...]
     source: str
-    entries: Mapping[str, str] = field(default_factory=dict)
+    entries: Mapping[str, str | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class TouchedFile:
-    """An upstream file that the overlay changes; ``entries`` are the names taken over in it."""
+    """An upstream file that the overlay changes; ``entries`` are the names taken over in it.
+
+    ``absent`` are the releases that have no such file.
+    """
 
     path: str
     action: str
     op: str
     entries: tuple[str, ...]
     variants: tuple[Variant, ...]
+    absent: tuple[str, ...] = ()
 
     def variant(self, sha256: str) -> Variant | None:
         return next((v for v in self.variants if v.sha256 == sha256), None)
@@ -69,6 +83,7 @@ class Manifest:
     releases: Mapping[str, Release]
     yanked: Mapping[str, str]
     files: Mapping[str, TouchedFile]
+    licenses: tuple[License, ...] = ()
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -91,6 +106,14 @@ class Manifest:
         if version not in self.releases:
             raise ReleaseError("patches/releases.json", f"one of {supported}", version, remedy)
         return self.releases[version]
+
+    def license(self, version: str) -> License:
+        """Upstream's licence text of a release. Raises ExpectationError when none is pinned."""
+        found = next((text for text in self.licenses if version in text.releases), None)
+        if found is None:
+            where = "patches/releases.json (licenses)"
+            raise ExpectationError(where, f"the licence text of {version}", "none", "pin the release anew")
+        return found
 
     def newest(self) -> str:
         return list(self.releases)[-1] if self.releases else "VERSION"
@@ -129,9 +152,10 @@ def parse(releases: Any, files: Any) -> Manifest:
             document.fail("schema", str(SCHEMA), repr(document.value.get("schema")))
     pinned = {version: _release(version, node) for version, node in r.nodes("releases")}
     return Manifest(
-        releases=dict(sorted(pinned.items(), key=lambda item: _order(item[0]))),
+        releases=dict(sorted(pinned.items(), key=lambda item: order(item[0]))),
         yanked=r.get_texts("yanked"),
         files={path: _touched(path, node) for path, node in f.nodes("files")},
+        licenses=tuple(_license(node) for node in r.list_nodes("licenses")),
     )
 
 
@@ -142,13 +166,21 @@ def _release(version: str, node: _Checked) -> Release:
     return Release(version, wheels, sdist, node.get("source", str))
 
 
+def _license(node: _Checked) -> License:
+    node.only("path", "sha256", "releases", "source")
+    path: str = node.get("path", str)
+    if not re.fullmatch(r"LICENSES/[A-Za-z0-9][\w.+-]*", path):
+        node.fail("path", "a file below LICENSES/", repr(path))
+    return License(path, node.sha256("sha256"), node.get_list("releases"), node.get("source", str))
+
+
 def _pinned(node: _Checked) -> PinnedFile:
     node.only("filename", "sha256")
     return PinnedFile(node.get("filename", str), node.sha256("sha256"))
 
 
 def _touched(path: str, node: _Checked) -> TouchedFile:
-    node.only("action", "op", "entries", "variants")
+    node.only("action", "op", "entries", "variants", "absent")
     if node.get("action", str) not in ACTIONS:
         node.fail("action", " or ".join(ACTIONS), repr(node.value["action"]))
     if not safe(path):
@@ -159,6 +191,7 @@ def _touched(path: str, node: _Checked) -> TouchedFile:
         op=node.get("op", str),
         entries=node.get_list("entries"),
         variants=tuple(_variant(child) for child in node.list_nodes("variants")),
+        absent=node.get_list("absent") if "absent" in node.value else (),
     )
 
 
@@ -168,7 +201,7 @@ def _variant(node: _Checked) -> Variant:
         node.sha256("sha256"),
         node.get_list("releases"),
         node.get("source", str),
-        node.get_texts("entries"),
+        node.get_texts_or_none("entries"),
     )
 
 
@@ -182,7 +215,15 @@ def safe(path: str) -> bool:
     return below and path.isprintable() and len(path) < 1024 and all(len(p.encode()) <= 255 for p in parts)
 
 
-def _order(version: str) -> tuple[tuple[int, int | str], ...]:
+def span(releases: Sequence[str]) -> str:
+    """Releases for a reader: up to three by name, of more the first, the last and how many."""
+    if len(releases) <= 3:
+        return ", ".join(releases)
+    return f"{releases[0]} … {releases[-1]} ({len(releases)} releases)"
+
+
+def order(version: str) -> tuple[tuple[int, int | str], ...]:
+    """What versions are sorted by."""
     return tuple((0, int(p)) if p.isdigit() else (1, p) for p in re.split(r"[.+-]", version))
 
 
@@ -242,6 +283,12 @@ class _Checked:
         found: dict[str, str] = self.get(key, dict)
         if not all(isinstance(item, str) for item in found.values()):
             self.fail(key, "an object of strings", repr(found))
+        return found
+
+    def get_texts_or_none(self, key: str) -> dict[str, str | None]:
+        found: dict[str, str | None] = self.get(key, dict)
+        if not all(item is None or isinstance(item, str) for item in found.values()):
+            self.fail(key, "an object of strings and nulls", repr(found))
         return found
 
     def node(self, key: str) -> _Checked:

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 from scripts.apply import apply_tree, build_tree, split_ops
 from scripts.arguments import path
 from scripts.errors import UsageError
-from scripts.manifest import load
+from scripts.manifest import Release, load
 from scripts.overlay import RECORD
 from scripts.revert import revert_tree
 from scripts.tree import Tree
@@ -45,10 +45,10 @@ class Pair:
         return tuple(record["ops"])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what to compare: a release or a tree, and the ops."""
+def add_arguments(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """The arguments that say what to compare: a release or a tree, and the ops; ``more`` words of help."""
     parser.add_argument(
-        "release", nargs="?", metavar="megatron==VERSION", help="the pinned release to compare"
+        "release", nargs="?", metavar="megatron==VERSION", help=f"the pinned release to compare{more}"
     )
     parser.add_argument(
         "--tree",
@@ -75,33 +75,47 @@ def open_pair(arguments: argparse.Namespace) -> Iterator[Pair]:
             "command line", "a release or --tree PATH", found, "write megatron==VERSION, or --tree PATH"
         )
     ops = split_ops(arguments.ops)
+    if arguments.tree is None:
+        with open_release(load().release(arguments.release), ops) as pair:
+            yield pair
+        return
     with tempfile.TemporaryDirectory(prefix="megatron-pair-") as temporary:
         folder = Path(temporary)
         pristine, overlaid = folder / "pristine", folder / "overlaid"
-        if arguments.tree is None:
-            release = load().release(arguments.release)
-            name = f"megatron-core {release.version}"
-            for dest in (pristine, overlaid):
-                build_tree(release, ops, dest, overlaid=dest is overlaid)
+        source = Tree.locate(arguments.tree).root
+        for dest in (pristine, overlaid):
+            # Only the package: a checkout's history and a site-packages' neighbours stay where they are.
+            shutil.copytree(
+                source / "megatron", dest / "megatron", ignore=shutil.ignore_patterns("__pycache__")
+            )
+            _make_writable(dest)
+        if (source / RECORD).exists():
+            if ops is not None:
+                remedy = "leave --ops away, or revert the tree first"
+                raise UsageError("command line", "--ops with a pristine tree", "an overlaid one", remedy)
         else:
-            name = str(arguments.tree)
-            source = Tree.locate(arguments.tree).root
-            for dest in (pristine, overlaid):
-                # Only the package: a checkout's history and a site-packages' neighbours stay where they are.
-                shutil.copytree(
-                    source / "megatron", dest / "megatron", ignore=shutil.ignore_patterns("__pycache__")
-                )
-                _make_writable(dest)
-            if (source / RECORD).exists():
-                if ops is not None:
-                    remedy = "leave --ops away, or revert the tree first"
-                    raise UsageError("command line", "--ops with a pristine tree", "an overlaid one", remedy)
-            else:
-                apply_tree(overlaid, ops)
-            revert_tree(pristine)
-        work = folder / "work"
-        work.mkdir()
-        yield Pair(name, pristine, overlaid, work)
+            apply_tree(overlaid, ops)
+        revert_tree(pristine)
+        yield _pair(str(arguments.tree), folder)
+
+
+@contextmanager
+def open_release(release: Release, ops: Iterable[str] | None) -> Iterator[Pair]:
+    """The two trees of a pinned release, in a temporary folder; on a Python that it has no wheel for, too.
+
+    Raises:
+        OverlayError: whatever apply refuses.
+    """
+    ops = None if ops is None else tuple(ops)
+    with tempfile.TemporaryDirectory(prefix="megatron-pair-") as temporary:
+        for name in ("pristine", "overlaid"):
+            build_tree(release, ops, Path(temporary, name), overlaid=name == "overlaid", nearest=True)
+        yield _pair(f"megatron-core {release.version}", Path(temporary))
+
+
+def _pair(name: str, folder: Path) -> Pair:
+    (folder / "work").mkdir()
+    return Pair(name, folder / "pristine", folder / "overlaid", folder / "work")
 
 
 def _make_writable(root: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from scripts import pair
 from scripts.arguments import path
+from scripts.errors import UsageError
 from scripts.workers.entries import ENTRIES
 from scripts.workers.spawn import detect_device, run_world
 
@@ -27,11 +28,21 @@ MAX_PROBLEMS = 20
 
 @dataclass
 class Result:
-    """``rows``: one per case. ``wiring``: what is wrong with names and bindings, of ``names`` compared."""
+    """What a comparison found.
+
+    Attributes:
+        rows: one per case.
+        wiring: what is wrong with names and bindings.
+        names: how many names of the touched modules were compared.
+        entries: who is behind each entry in the overlaid tree, by the modules that hold it.
+        bindings: the same for each import of an entry in the tree's sources.
+    """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     wiring: list[str] = field(default_factory=list)
     names: int = 0
+    entries: dict[str, dict[str, str]] = field(default_factory=dict)
+    bindings: dict[str, dict[str, str]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     device: str = "cpu"
 
@@ -47,15 +58,24 @@ class Result:
 
 
 def main(argv: list[str]) -> int:
-    """``parity megatron==V``; raises OverlayError when refused."""
+    """``parity megatron==V``, ``--tree PATH`` or ``all``; raises OverlayError when refused."""
     parser = argparse.ArgumentParser(prog="nox -s parity --", description=(__doc__ or "").split("\n\n")[0])
     add_arguments(parser)
-    return run(parser.parse_args(argv))
+    arguments = parser.parse_args(argv)
+    if arguments.release == "all":
+        from scripts.matrix import run as run_all
+
+        return run_all(arguments)
+    return run(arguments)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    pair.add_arguments(parser)
+    pair.add_arguments(parser, "; all: every pinned release")
+    parser.add_argument("--jobs", type=int, metavar="N", help="with all: how many releases at a time")
+    parser.add_argument(
+        "--markdown", type=path, metavar="FILE", help="with all: write the table as Markdown, too"
+    )
     parser.add_argument("--wiring", action="store_true", help="imports, names and bindings only")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
@@ -68,9 +88,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare as the arguments say and print the table; 1 when something differs.
 
     Raises:
+        UsageError: arguments that are for all releases.
         ExpectationError: a process failed or the time ran out.
         OverlayError: whatever building the trees refuses.
     """
+    for name in ("jobs", "markdown"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(
+                "command line", f"--{name} with all", "one release or tree", f"leave --{name} away"
+            )
     device, _ = ("cpu", 0) if arguments.device == "cpu" else detect_device(arguments.device)
     with pair.open_pair(arguments) as trees:
         result = compare(
@@ -79,15 +105,20 @@ def run(arguments: argparse.Namespace) -> int:
             trees.ops,
             trees.folder,
             device=device,
-            cases=not arguments.wiring,
+            calls={} if arguments.wiring else None,
             timeout=arguments.timeout,
         )
         print(f"parity {trees.name}")
     print("\n".join(table(result)))
     if arguments.json:
-        document = {"versions": result.versions, "wiring": result.wiring, "rows": result.rows}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(document(result), indent=1) + "\n", encoding="utf-8")
     return 0 if result.passed else 1
+
+
+def document(result: Result) -> dict[str, Any]:
+    """A result as plain data."""
+    names = ("versions", "wiring", "names", "entries", "bindings", "rows")
+    return {name: getattr(result, name) for name in names}
 
 
 def compare(
@@ -97,7 +128,7 @@ def compare(
     folder: Path,
     *,
     device: str,
-    cases: bool = True,
+    calls: Mapping[str, str] | None = None,
     timeout: float = 600.0,
 ) -> Result:
     """Run the cases on both trees and compare.
@@ -108,13 +139,15 @@ def compare(
         ops: the ops whose entries ``overlaid`` must have taken over.
         folder: an empty folder for results and logs.
         device: ``"cpu"`` (Triton's interpreter) or ``"cuda"``.
-        cases: False for the check of imports and wiring only.
+        calls: ``"all"`` or ``"few"`` for each op whose calls are compared, beside names and bindings; None:
+            all of all ops.
         timeout: seconds for each process.
 
     Raises:
         ExpectationError: a process failed or the time ran out.
     """
-    plan = {"ops": list(ops), "cases": cases}
+    calls = dict.fromkeys(ops, "all") if calls is None else dict(calls)
+    plan = {"calls": calls}
     reports = {}
     for name, tree in (("pristine", pristine), ("overlaid", overlaid)):
         world = folder / name
@@ -125,8 +158,13 @@ def compare(
     result = Result(versions=after["versions"], device=device)
     result.names = sum(len(names or {}) for names in before["wiring"].values())
     result.wiring = _wiring(before, after, ops)
-    if cases:
-        compared = {"ops": list(ops), **{name: str(folder / name / RESULTS) for name in reports}}
+    result.entries, result.bindings = after["entries"], after["bindings"]
+    if calls:
+        compared = {
+            "calls": calls,
+            "ops": list(ops),
+            **{name: str(folder / name / RESULTS) for name in reports},
+        }
         done = run_world("parity_compare", compared, tree=None, folder=folder / "compare", timeout=timeout)
         result.rows = done[0]["rows"]
     return result
@@ -166,6 +204,11 @@ def _wiring(before: Mapping[str, Any], after: Mapping[str, Any], ops: Sequence[s
                 for module, origin in origins
                 if origin not in (wanted, "absent")
             ]
+    for name, was in before["bindings"].items():
+        op, found = was["op"], after["bindings"].get(name, {}).get("found", "gone")
+        wanted = "ours" if was["found"] == "upstream" and op in ops else was["found"]
+        if found != wanted:
+            problems.append(f"{name} is {found} in the overlaid tree, not {wanted}")
     return sorted(problems)
 
 
@@ -185,6 +228,7 @@ def table(result: Result) -> list[str]:
             "on kernel",
             "left",
             "raise",
+            "not there",
             "error: pristine",
             "overlaid",
             "launches",
@@ -199,11 +243,11 @@ def table(result: Result) -> list[str]:
                 entry,
                 dtype,
                 str(len(rows)),
-                *(str(served.count(kind)) for kind in ("kernel", "upstream", "raises")),
+                *(str(served.count(kind)) for kind in ("kernel", "upstream", "raises", "missing")),
                 f"{max(row['pristine'] for row in rows):.2e}",
                 f"{_worst(rows):.2e}",
                 str(sum(row["launches"] for row in rows)),
-                f"{bad} FAILED" if bad else "ok",
+                f"{bad} FAILED" if bad else "ok" if {*served} != {"missing"} else "not there",
             )
         )
     if result.rows:
@@ -212,7 +256,8 @@ def table(result: Result) -> list[str]:
         lines.append("error: against float64, the worst case's largest error over its largest true value")
     deviations = Counter(text for row in result.rows for text in set(row["deviates"].values()))
     lines += [f"deviates in {count} cases: {text}" for text, count in sorted(deviations.items())]
-    names = f"{result.names} names compared: signature, module, documentation, pickle, every binding"
+    held = sum(binding["found"] in ("ours", "upstream") for binding in result.bindings.values())
+    names = f"{result.names} names compared: signature, module, documentation, pickle; {held} bindings"
     lines.append(f"wiring: {names}; {f'{len(result.wiring)} FAILED' if result.wiring else 'ok'}")
     problems = result.problems
     lines += [f"FAILED  {problem}" for problem in problems[:MAX_PROBLEMS]]

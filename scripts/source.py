@@ -25,10 +25,14 @@ _WHEEL = re.compile(r"[^-]+-[^-]+-cp(?P<major>\d)(?P<minor>\d+)-(?P<abi>[^-]+)-(
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
-def choose(release: Release, python: str | None = None, platform: str | None = None) -> PinnedFile:
+def choose(
+    release: Release, python: str | None = None, platform: str | None = None, *, nearest: bool = False
+) -> PinnedFile:
     """The wheel of a release for a Python (``3.12``) and a platform tag or machine; None: the running ones.
 
-    Raises UsageError for a malformed ``python``, SourceError when upstream has no such wheel.
+    Where upstream has none for that Python, ``nearest`` takes the one for the newest: its sources are the
+    same, only its compiled helper cannot be imported. Raises UsageError for a malformed ``python``,
+    SourceError when upstream has no such wheel.
     """
     version = python or f"{sys.version_info[0]}.{sys.version_info[1]}"
     if not re.fullmatch(r"3\.\d+", version):
@@ -36,16 +40,19 @@ def choose(release: Release, python: str | None = None, platform: str | None = N
     machine = machines.machine().lower()
     wanted = platform or _MACHINES.get(machine, machine)
     offers = []
+    others: dict[int, PinnedFile] = {}
     for wheel in release.wheels:
         match = _WHEEL.fullmatch(wheel.filename)
         if match is None:
             continue
         tags = match["platforms"].split(".")
-        if f"{match['major']}.{match['minor']}" == version and any(
-            t == wanted or (t.startswith("manylinux") and t.endswith(f"_{wanted}")) for t in tags
-        ):
-            return wheel
+        if any(t == wanted or (t.startswith("manylinux") and t.endswith(f"_{wanted}")) for t in tags):
+            if f"{match['major']}.{match['minor']}" == version:
+                return wheel
+            others[int(match["minor"])] = wheel
         offers.append(f"{match['major']}.{match['minor']} {tags[-1]}")
+    if nearest and others:
+        return others[max(others)]
     raise SourceError(
         f"megatron-core {release.version}",
         f"a wheel for Python {version} on {wanted}",
@@ -94,14 +101,23 @@ def fetch_file(release: Release, wheel: PinnedFile, cache: Path = CACHE) -> Path
 
 def download(version: str, filename: str, folder: Path) -> Path:
     """Let pip bring one wheel of megatron-core into ``folder``. Raises SourceError with pip's last line."""
+    arguments = ["--no-deps", "--ignore-requires-python", *wheel_arguments(filename)]
+    return pip_download(f"megatron-core=={version}", folder, arguments, filename)
+
+
+def wheel_arguments(filename: str) -> list[str]:
+    """The arguments with which ``pip download`` takes the wheel of that name, whatever Python runs it.
+
+    Raises SourceError for a name that no CPython wheel has.
+    """
     match = _WHEEL.fullmatch(filename)
     if match is None:
         raise SourceError(filename, "the file name of a CPython wheel", filename, "correct the pin")
-    arguments = ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--implementation", "cp"]
-    arguments += ["--python-version", f"{match['major']}.{match['minor']}", "--abi", match["abi"]]
+    arguments = ["--only-binary=:all:", "--implementation", "cp", "--abi", match["abi"]]
+    arguments += ["--python-version", f"{match['major']}.{match['minor']}"]
     for tag in match["platforms"].split("."):
         arguments += ["--platform", tag]
-    return pip_download(f"megatron-core=={version}", folder, arguments, filename)
+    return arguments
 
 
 def pip_download(requirement: str, folder: Path, arguments: list[str], filename: str) -> Path:

@@ -8,11 +8,22 @@ import argparse
 from scripts import arguments as types
 from scripts.apply import broken_record, caveat, is_patched_wheel, split_ops, unlisted
 from scripts.errors import ExpectationError, OverlayError, command
-from scripts.manifest import Manifest, load
+from scripts.manifest import Manifest, load, span
 from scripts.overlay import PACKAGE, RECORD, Overlay, load_overlay, sha256
 from scripts.revert import plan_revert
 from scripts.tree import Tree
-from scripts.verify import EDITED, MISSING, OVERLAID, PRISTINE, FileState, State, inspect, plan, select_ops
+from scripts.verify import (
+    ABSENT,
+    EDITED,
+    MISSING,
+    OVERLAID,
+    PRISTINE,
+    FileState,
+    State,
+    inspect,
+    plan,
+    select_ops,
+)
 
 HALF = "half applied (apply or revert completes it)"
 
@@ -56,7 +67,7 @@ def judge(tree: Tree, state: State, manifest: Manifest, overlay: Overlay) -> str
     if tree.leftovers([f.path for f in files] + [RECORD], PACKAGE):
         return HALF
     if not touched and state.record is None:
-        wrong = [f.path for f in state.upstream if f.verdict != PRISTINE]
+        wrong = [f.path for f in state.upstream if f.verdict not in (PRISTINE, ABSENT)]
         return f"not supported as it is ({', '.join(wrong)})" if wrong else "pristine"
     ops = state.record.ops if state.record else state.ops
     if ops and set(ops) <= set(overlay.ops) and _differs(tree, ops, manifest, overlay) is None:
@@ -111,12 +122,14 @@ def _claim(tree: Tree, state: State, manifest: Manifest) -> str | None:
 
 
 def _upstream(file: FileState) -> str:
-    known = f"the file of {', '.join(file.releases)}" if file.variant else "a file that is not pinned"
+    known = f"the file of {span(file.releases)}" if file.variant else "a file that is not pinned"
     if file.verdict == OVERLAID:
         whose = "this checkout's" if file.current else "of another version or state of the overlay"
         return f"overlaid, version {file.version}, {whose}, op {file.op}, over {known}"
     if file.verdict == PRISTINE:
         return f"pristine, {known}"
+    if file.verdict == ABSENT:
+        return f"not there, as in {span(file.releases)}"
     if file.verdict == MISSING:
         return "missing"
     return "changed by hand after apply" if file.verdict == EDITED else "neither pinned nor overlaid"
@@ -166,12 +179,12 @@ def mismatch(tree: Tree, ops: tuple[str, ...], manifest: Manifest, overlay: Over
 def _differs(tree: Tree, ops: tuple[str, ...], manifest: Manifest, overlay: Overlay) -> str | None:
     planned = plan(tree.read, manifest, overlay, ops)
     state = inspect(tree.read, manifest, overlay)
-    if state.record is None and all(file.verdict == PRISTINE for file in state.files):
+    if state.record is None and all(file.verdict in (PRISTINE, ABSENT) for file in state.files):
         return "pristine"
     for action in planned.actions:
         if action.changes and action.kind != "record":
             return f"{action.path} is not as this checkout writes it"
-    if state.record is None or state.record.previous or set(state.record.ops) != set(ops):
+    if state.record is None or state.record.previous or set(state.record.ops) != set(planned.ops):
         return f"{RECORD} is missing, unfinished or of other ops"
     left = tree.leftovers([f.path for f in state.files] + [RECORD], PACKAGE)
     return f"{left[0]} was left by a run that was cut short" if left else None
@@ -199,7 +212,7 @@ def _not_installed(
 def _not_pristine(tree: Tree, manifest: Manifest, overlay: Overlay) -> str | None:
     state = inspect(tree.read, manifest, overlay)
     for file in state.files:
-        if file.verdict != PRISTINE:
+        if file.verdict not in (PRISTINE, ABSENT):
             return f"{file.path} is {file.verdict}"
     planned = plan_revert(tree, manifest, overlay)
     if planned.changes:

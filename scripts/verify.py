@@ -8,17 +8,18 @@ why apply completes a half-applied tree, one with another set of ops, or one of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scripts.errors import OverlayError, StateError, TreeError, UsageError
-from scripts.manifest import Manifest, Release, TouchedFile, Variant
+from scripts.manifest import Manifest, Release, TouchedFile, Variant, span
 from scripts.overlay import MARK, PACKAGE, RECORD, Overlay, extend, sha256, split
 from scripts.record import Record, dump, read_record
 
 Read = Callable[[str], "bytes | None"]
 
 PRISTINE, OVERLAID, EDITED, UNKNOWN, MISSING = "pristine", "overlaid", "edited", "unknown", "missing"
+ABSENT = "absent"
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class FileState:
 
     ``verdict`` is pristine (upstream's file, or nothing where the overlay adds one), overlaid, edited
     (changed by hand after apply, or content that is not ours at an added path), unknown (an upstream file
-    that is not pinned) or missing. ``base`` holds upstream's bytes, where they can be told. ``current`` says
-    whether an overlaid file is what this checkout writes.
+    that is not pinned), missing, or absent (the releases that the tree's other files are of have no such
+    file). ``base`` holds upstream's bytes, where they can be told. ``current`` says whether an overlaid file
+    is what this checkout writes.
     """
 
     path: str
@@ -40,10 +42,12 @@ class FileState:
     variant: Variant | None = None
     version: int | None = None
     current: bool = False
+    without: tuple[str, ...] = ()
 
     @property
     def releases(self) -> tuple[str, ...]:
-        return self.variant.releases if self.variant else ()
+        """The releases that this is the file of, or that have no such file as this tree has none."""
+        return self.without if self.verdict == ABSENT else self.variant.releases if self.variant else ()
 
 
 @dataclass(frozen=True)
@@ -118,9 +122,24 @@ def inspect(read: Read, manifest: Manifest, overlay: Overlay) -> State:
         for path in sorted(known)
         if path not in manifest.files and not path.startswith(f"{PACKAGE}/")
     ]
+    files = _absences(files, manifest)
     adds = {path for path in known if path.startswith(f"{PACKAGE}/")} | set(overlay.added)
     files += [_added(path, read(path), known, overlay) for path in sorted(adds)]
     return State(record, tuple(files))
+
+
+def _absences(files: list[FileState], manifest: Manifest) -> list[FileState]:
+    """A missing file is absent where all files that are there are of a release without it."""
+    of = [set(file.releases) for file in files if file.verdict != MISSING]
+    common = set.intersection(*of) if of else set()
+
+    def judged(file: FileState) -> FileState:
+        without = manifest.files[file.path].absent if file.path in manifest.files else ()
+        if file.verdict != MISSING or not common.intersection(without):
+            return file
+        return replace(file, verdict=ABSENT, without=without)
+
+    return [judged(file) for file in files]
 
 
 def _upstream(read: Read, file: TouchedFile, overlay: Overlay) -> FileState:
@@ -183,6 +202,7 @@ def plan(
     state = inspect(read, manifest, overlay)
     _refuse_edited(state)
     _refuse_unknown(state, manifest, ops, release)
+    ops = _present(state, ops)
     bases: dict[str, bytes] = {}
     extends: list[Action] = []
     restores: list[Action] = []
@@ -193,6 +213,8 @@ def plan(
             as_in.append(set(file.releases))
             after = extend(file.base, overlay.tails[file.path], file.op, overlay.version)
             extends.append(Action(file.path, "extend", file.op, file.data, after))
+        elif file.op in ops and file.verdict == ABSENT:
+            as_in.append(set(file.releases))
         elif file.verdict == OVERLAID and file.base is not None:
             restores.append(Action(file.path, "restore", file.op, file.data, file.base))
     adds = [
@@ -278,9 +300,20 @@ def edited(file: FileState) -> StateError:
     return StateError(file.path, "upstream's lines, the marker and the tail as written", found, remedy)
 
 
+def _present(state: State, ops: tuple[str, ...]) -> tuple[str, ...]:
+    """The ops that have any file in a tree. Raises TreeError when none has."""
+    found = {file.op for file in state.upstream if file.verdict != ABSENT}
+    left = tuple(op for op in ops if op in found)
+    if left or not ops:
+        return left
+    path = next(file.path for file in state.upstream if file.op in ops)
+    raise TreeError(path, f"a file of {', '.join(ops)}", "a release without any", "ask for other ops")
+
+
 def _refuse_unknown(state: State, manifest: Manifest, ops: tuple[str, ...], release: Release | None) -> None:
     def bad(file: FileState) -> bool:
-        return file.variant is None or (release is not None and release.version not in file.releases)
+        known = file.variant is not None or file.verdict == ABSENT
+        return not known or (release is not None and release.version not in file.releases)
 
     wrong = [f for f in state.upstream if f.path in manifest.files and f.op in ops and bad(f)]
     if not wrong:
@@ -293,7 +326,7 @@ def unknown(file: FileState, pin: TouchedFile, release: Release | None, left: li
     """The refusal of an upstream file that is not pinned; ``left`` are the ops that still apply."""
     variants = [v for v in pin.variants if release is None or release.version in v.releases]
     expected = (
-        "; ".join(f"{v.sha256[:12]}… ({', '.join(v.releases)})" for v in variants)
+        "; ".join(f"{v.sha256[:12]}… ({span(v.releases)})" for v in variants)
         or f"a pinned file{f' of {release.version}' if release else ''}"
     )
     still = f"; --ops {','.join(left)} still applies" if left else ""
@@ -305,6 +338,6 @@ def unknown(file: FileState, pin: TouchedFile, release: Release | None, left: li
         remedy = "check the tree out with core.autocrlf off (git config core.autocrlf false)"
         return TreeError(file.path, expected, f"{found}: the same but for CRLF line ends", remedy + still)
     if file.variant is not None:
-        found += f" (as in {', '.join(file.releases)})"
+        found += f" (as in {span(file.releases)})"
     remedy = "restore upstream's file, or pin this variant after a parity run"
     return TreeError(file.path, expected, found, remedy + still)

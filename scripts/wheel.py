@@ -22,9 +22,9 @@ from pathlib import Path
 from scripts import arguments as types
 from scripts import source
 from scripts.apply import split_ops
-from scripts.errors import SourceError, TreeError, UsageError, command, quoted
+from scripts.errors import ExpectationError, SourceError, TreeError, UsageError, command, quoted
 from scripts.files import locked, require_folder, working
-from scripts.manifest import Manifest, PinnedFile, Release, load
+from scripts.manifest import Manifest, PinnedFile, Release, load, span
 from scripts.overlay import PACKAGE, ROOT, Overlay, load_overlay, sha256
 from scripts.tree import Tree
 from scripts.verify import OVERLAID, Plan, inspect, plan
@@ -58,8 +58,9 @@ def main(argv: list[str]) -> int:
     ops = split_ops(arguments.ops)
     made: list[Patched] = []
     if arguments.tree is not None:
-        built = build_from_tree(Tree.locate(arguments.tree), manifest, overlay, ops, release)
-        made.append(patch(built, manifest, overlay, ops, None))
+        tree = Tree.locate(arguments.tree)
+        built = build_from_tree(tree, manifest, overlay, ops, release)
+        made.append(patch(built, manifest, overlay, ops, None, tree.read("LICENSE")))
     elif release is not None:
         for wheel in fetch(release, arguments.python, arguments.platform, every=arguments.all_platforms):
             made.append(patch(wheel, manifest, overlay, ops, release))
@@ -104,11 +105,30 @@ def patch(
     overlay: Overlay,
     ops: Iterable[str] | None,
     release: Release | None,
+    license: bytes | None = None,
 ) -> Patched:
-    """Lay the overlay over a wheel. Raises what ``plan`` and ``repack`` raise."""
+    """Lay the overlay over a wheel. Raises what ``plan`` and ``repack`` raise.
+
+    ``license`` is upstream's text; None: the pinned one of the release, or of the newest that it is like.
+    """
     planned = plan(upstream.files.get, manifest, overlay, ops, release)
-    wheel, data = repack(upstream, planned.after(), read_licenses(), overlay.version)
+    if license is None:
+        version = release.version if release else ([manifest.newest(), *planned.files_as_in])[-1]
+        license = pinned_license(manifest, version)
+    wheel, data = repack(upstream, planned.after(), read_licenses(license), overlay.version)
     return Patched(wheel, data, planned, upstream)
+
+
+def pinned_license(manifest: Manifest, version: str, root: Path = ROOT) -> bytes:
+    """Upstream's licence text of a release. Raises ExpectationError for a text that is not the pinned one."""
+    pin = manifest.license(version)
+    path = root / pin.path
+    found = path.read_bytes() if path.is_file() else None
+    if found is None or sha256(found) != pin.sha256:
+        expected = f"sha256 {pin.sha256}"
+        actual = "no file" if found is None else f"sha256 {sha256(found)}"
+        raise ExpectationError(pin.path, expected, actual, "restore it from version control")
+    return found
 
 
 def build_from_tree(
@@ -214,12 +234,12 @@ def _report(patched: Patched, path: Path) -> None:
     shown = os.path.relpath(path)
     planned = patched.plan
     kinds = [action.kind for action in planned.actions]
-    as_in = ", ".join(planned.files_as_in)
-    if planned.release is None:
-        as_in += "; that does not make it the release"
+    what = f"files as in {span(planned.files_as_in)}; that does not make it the release"
+    if planned.release is not None:
+        what = f"release {planned.release.version}"
     print(shown)
     print(f"  {len(patched.data)} bytes, sha256 {sha256(patched.data)}")
-    print(f"  from {patched.upstream.filename}, files as in {as_in}")
+    print(f"  from {patched.upstream.filename}, {what}")
     added = kinds.count("add") + 1
     print(f"  ops {', '.join(planned.ops)}: {kinds.count('extend')} extended, {added} added with the record")
     for name in patched.upstream.signatures:

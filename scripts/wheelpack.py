@@ -16,8 +16,9 @@ from scripts.overlay import PACKAGE, RECORD, ROOT
 from scripts.wheelfile import Archive, ArchiveWriter, read_archive, refusal
 from scripts.wheelmeta import check_record, edit_metadata, edit_record, metadata_version
 
-# Below dist-info/licenses/, as they stand in this project: ours, and upstream's, whose wheels may carry none.
-LICENSES = ("LICENSE", "LICENSES/Megatron-LM.txt", "NOTICE")
+# Below dist-info/licenses/: ours, and upstream's, whose wheels carry none.
+OURS = ("LICENSE", "NOTICE")
+UPSTREAMS = "LICENSES/Megatron-LM.txt"
 
 _FILENAME = re.compile(r"(?P<name>[^-/]+)-(?P<version>[^-/]+)(?P<tags>(?:-[^-/]+){3,4}\.whl)")
 _NOTICE = """\
@@ -174,6 +175,7 @@ def _place_licenses(wheel: Wheel, licenses: Mapping[str, bytes]) -> dict[str, by
     return placed
 
 
-def read_licenses(root: Path = ROOT) -> dict[str, bytes]:
-    """The licence texts and the notice that go into every wheel."""
-    return {name: (root / name).read_bytes() for name in LICENSES}
+def read_licenses(upstreams: bytes, root: Path = ROOT) -> dict[str, bytes]:
+    """The licence texts and the notice that go into a wheel; ``upstreams`` is the text of its release."""
+    texts = {name: (root / name).read_bytes() for name in OURS}
+    return dict(sorted({**texts, UPSTREAMS: upstreams}.items()))

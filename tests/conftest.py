@@ -50,6 +50,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PATH",
         help="a Megatron-LM checkout of the release: run its own unit tests, overlaid, on a GPU",
     )
+    parser.addoption(
+        "--clone",
+        metavar="PATH",
+        help="a Megatron-LM clone with the releases' tags: lay the overlay over a checkout of each",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

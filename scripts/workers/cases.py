@@ -7,6 +7,7 @@ formulas written here, not upstream's code and not the kernels' references: they
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ class Case:
         raises: both must fail, with the same error.
         slack: share of the pristine error allowed on top, where other operations in the dtype make it.
         is_layer: the output is a layer's, which may be a view; any other must own its storage.
+        needs: a parameter of the entry, without which a release does not have this call.
     """
 
     op: str
@@ -63,11 +65,21 @@ class Case:
     raises: bool = False
     slack: float = 0.0
     is_layer: bool = False
+    needs: str | None = None
 
     @property
     def id(self) -> str:
         """Unique, and the same in every process."""
         return f"{self.module.rpartition('.')[2]}.{self.entry} {short(self.dtype)}: {self.name}"
+
+    def missing(self, module: Any) -> bool:
+        """Whether a release does not have this call; ``module`` is the imported one, None where there is
+        none.
+        """
+        entry: Any = getattr(module, self.entry, None)
+        if entry is None or self.needs is None:
+            return entry is None
+        return self.needs not in inspect.signature(getattr(entry, "forward", entry)).parameters
 
     def generator(self) -> torch.Generator:
         """The case's own source of random numbers, on CPU."""
@@ -282,10 +294,14 @@ def swiglu(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _swiglu_routes(dtype: torch.dtype) -> Iterator[Case]:
-    for module in (MLP, SHARED_EXPERTS):
+    for module in (MLP, SHARED_EXPERTS, EXPERTS):
         plain, bias, _ = _swiglu_base(dtype, module)
         # As the layers call it: every argument by position.
-        yield replace(plain, name="as called", call=lambda entry, t: entry(t["input"], None, False, False))
+        yield replace(
+            plain,
+            name="as called",
+            call=lambda entry, t: entry(t["input"], None, *[False] * (_parameters(entry) - 2)),
+        )
         yield replace(bias, name="as called, bias", call=lambda entry, t: entry(t["input"], t["bias"], False))
     for module in (MLP, EXPERTS):
         _, _, weighted = _swiglu_base(dtype, module)
@@ -294,6 +310,10 @@ def _swiglu_routes(dtype: torch.dtype) -> Iterator[Case]:
             name="as called, weights",
             call=lambda entry, t: entry(t["input"], None, t["weights"], False),
         )
+
+
+def _parameters(entry: Callable[..., torch.Tensor]) -> int:
+    return len(inspect.signature(entry).parameters)
 
 
 def _swiglu_left_to_upstream(dtype: torch.dtype) -> Iterator[Case]:
@@ -312,6 +332,7 @@ def _swiglu_left_to_upstream(dtype: torch.dtype) -> Iterator[Case]:
         bias,
         name="offloaded input",
         call=lambda entry, t: entry(t["input"], t["bias"], False, True),
+        needs="cpu_offload_input",
         fallback="cpu_offload_input",
         **upstream,
     )
@@ -380,8 +401,9 @@ def _swiglu_modules(dtype: torch.dtype) -> Iterator[Case]:
         return make
 
     def call(layer: Callable[..., Any], t: Tensors) -> torch.Tensor:
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
         from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.mlp import MLPSubmodules
 
         config = TransformerConfig(
             num_layers=1,
@@ -396,8 +418,8 @@ def _swiglu_modules(dtype: torch.dtype) -> Iterator[Case]:
             params_dtype=dtype,
             use_cpu_initialization=True,
         )
-        submodules = get_gpt_layer_local_spec().submodules.mlp.submodules
-        mlp = layer(config, submodules, ffn_hidden_size=ffn).to(t["hidden_states"].device)
+        submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        mlp = layer(config, submodules).to(t["hidden_states"].device)
         # The tensors themselves take the parameters' places, so that they get the gradients.
         parameters = {name: tensor for name, tensor in t.items() if name.startswith("linear_")}
         scales = {"per_token_scale": t["per_token_scale"]} if "per_token_scale" in t else {}
@@ -420,7 +442,7 @@ def _swiglu_modules(dtype: torch.dtype) -> Iterator[Case]:
     base = replace(base, slack=0.5)
     yield base
     yield replace(base, name="layer, bias", inputs=inputs(True, False), kernels=WITH_BIAS)
-    yield replace(base, name="layer, per-token scale", inputs=inputs(False, True))
+    yield replace(base, name="layer, per-token scale", inputs=inputs(False, True), needs="per_token_scale")
 
 
 # --- Cross-entropy ---
@@ -639,7 +661,10 @@ def _cross_entropy_routes(dtype: torch.dtype) -> Iterator[Case]:
 
             group = _tensor_parallel_group()
             config = SimpleNamespace(cross_entropy_loss_fusion=fusion, cross_entropy_fusion_impl="native")
-            model = SimpleNamespace(config=config, pg_collection=SimpleNamespace(tp=group), tp_group=group)
+            groups = SimpleNamespace(tp=group)
+            model = SimpleNamespace(
+                config=config, pg_collection=groups, model_comm_pgs=groups, tp_group=group
+            )
             out: torch.Tensor = entry.compute_language_model_loss(model, t["labels"].t(), t["logits"])
             return out
 
@@ -914,6 +939,30 @@ OPS: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "cross_entropy": cross_entropy,
     "norms": norms,
 }
+
+
+def a_few(cases: list[Case]) -> list[Case]:
+    """Of each entry, through each module, the first call that the kernel serves and, if any, upstream too."""
+    found: dict[tuple[str, str], Case] = {}
+    served = [case for case in cases if case.kernels and not (case.fallback or case.raises)]
+    for case in sorted(served, key=lambda case: case.upstream_raises):
+        found.setdefault((case.module, case.entry), case)
+    return list(found.values())
+
+
+def chosen(calls: Mapping[str, str]) -> list[Case]:
+    """The cases of ops: ``{op: "all"}`` or, of an op, ``"few"``, see :func:`a_few`.
+
+    Raises:
+        RuntimeError: see :func:`all_cases`; or another word.
+    """
+    found = []
+    for op, which in calls.items():
+        if which not in ("all", "few"):
+            raise RuntimeError(f"no such choice of cases: {which}")
+        cases = all_cases([op])
+        found += cases if which == "all" else a_few(cases)
+    return found
 
 
 def all_cases(ops: list[str]) -> list[Case]:

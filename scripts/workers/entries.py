@@ -32,7 +32,11 @@ ENTRIES = (
         "bias_swiglu_impl",
         "swiglu",
         "megatron.core.fusions.fused_bias_swiglu",
-        ("megatron.core.transformer.mlp", "megatron.core.transformer.moe.shared_experts"),
+        (
+            "megatron.core.transformer.mlp",
+            "megatron.core.transformer.moe.shared_experts",
+            "megatron.core.transformer.moe.experts",
+        ),
     ),
     Entry(
         "weighted_bias_swiglu_impl",

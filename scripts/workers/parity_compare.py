@@ -17,9 +17,13 @@ from typing import Any
 
 import torch
 
-from scripts.workers.cases import Case, Tensors, all_cases, short
+from scripts.workers import step
+from scripts.workers.cases import Case, Tensors, chosen, short
 
 ULPS = 8 * 2.0**-23
+# The worst error of a model's step here, of the worst upstream's: both are the end of some hundred float32
+# roundings in another order. A norm with another eps or a layer left out is off by four orders more.
+STEP_FACTOR = 4.0
 
 
 def main(argv: list[str]) -> int:
@@ -27,7 +31,8 @@ def main(argv: list[str]) -> int:
     plan = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     before = torch.load(plan["pristine"], weights_only=True)
     after = torch.load(plan["overlaid"], weights_only=True)
-    rows = [_compare(case, before[case.id], after[case.id]) for case in all_cases(plan["ops"])]
+    rows = [_compare(case, before[case.id], after[case.id]) for case in chosen(plan["calls"])]
+    rows.append(_compare_step(before[step.NAME], after[step.NAME], plan["ops"]))
     report = Path(plan["folder"]) / f"rank{os.environ['RANK']}.json"
     report.write_text(json.dumps({"rows": rows}), encoding="utf-8")
     return 0
@@ -45,16 +50,89 @@ def _compare(case: Case, before: dict[str, Any], after: dict[str, Any]) -> dict[
         "overlaid": 0.0,
         "problems": problems,
         "served": "raises" if case.raises else "upstream" if case.fallback else "kernel",
+        "launches": 0,
+        "reasons": [],
+        "deviates": {},
     }
+    if before["missing"] or after["missing"]:
+        if before["missing"] is not after["missing"]:
+            problems.append(f"only the {'overlaid' if before['missing'] else 'pristine'} tree has this call")
+        row["served"] = "missing"
+        return row
     _errors(case, before["error"], after["error"], problems)
-    launches = _counts(case, after.get("counters"), problems)
-    row["launches"] = launches
+    row["launches"], row["reasons"] = _counts(case, after.get("counters"), problems)
     row["deviates"] = dict(case.deviates)
     if after["error"] is None and not case.raises:
         _properties(case, before, after, problems)
         _overwritten(case, before["overwritten"], after["overwritten"], problems)
         _values(case, before, after, row)
     return row
+
+
+def _compare_step(before: dict[str, Any], after: dict[str, Any], ops: list[str]) -> dict[str, Any]:
+    """The row of a model's step: each loss and gradient against float64, who ran it, the norms' classes.
+
+    Which tensor is further off is chance, so each of ours is held against the worst of upstream's.
+    """
+    problems: list[str] = []
+    row: dict[str, Any] = {
+        "id": step.NAME,
+        "op": "model",
+        "entry": "GPTModel",
+        "dtype": "fp32",
+        "pristine": 0.0,
+        "overlaid": 0.0,
+        "problems": problems,
+        "served": "kernel",
+        "launches": 0,
+        "reasons": [],
+        "deviates": {},
+    }
+    problems += [
+        f"{tree}: {r['error']}" for tree, r in (("upstream", before), ("here", after)) if "error" in r
+    ]
+    if problems:
+        return row
+    truth, theirs, ours = before["fp64"]["tensors"], before["fp32"]["tensors"], after["fp32"]["tensors"]
+    if truth.keys() != ours.keys():
+        problems.append(f"results are of {sorted(truth.keys() ^ ours.keys())} in one tree only")
+        return row
+    row["pristine"] = max(_share(theirs[name], truth[name]) for name in truth)
+    limit = STEP_FACTOR * row["pristine"] + ULPS
+    for name in truth:
+        row["overlaid"] = _max(row["overlaid"], error := _share(ours[name], truth[name]))
+        if not error <= limit:
+            problems.append(f"{name}: error {error:.2e} of the largest value, limit {limit:.2e}")
+    norms = after["fp32"]["norms"]
+    wanted = {
+        name: step.OURS if "norms" in ops and not was.startswith("transformer_engine") else was
+        for name, was in before["fp32"]["norms"].items()
+    }
+    problems += [
+        f"{name} is {norms.get(name)}, not {right}"
+        for name, right in wanted.items()
+        if norms.get(name) != right
+    ]
+    _count_step(after["fp32"]["counters"], ops, [*norms.values()].count(step.OURS), row)
+    return row
+
+
+def _count_step(counters: Any, ops: list[str], norms: int, row: dict[str, Any]) -> None:
+    for op, wanted in step.expected_calls(ops, norms).items():
+        entries = counters[op]["entries"]
+        for name, calls in wanted.items():
+            found = sum(entries[n]["kernel"] for n in name.split(" or ") if n in entries)
+            if found != calls:
+                row["problems"].append(f"{found} calls of {name} on the kernel, not {calls}")
+        left = {n: e["upstream"] for n, e in entries.items() if e["upstream"] or e["off"]}
+        if left:
+            row["problems"].append(f"{op} left to upstream: {left}")
+        row["launches"] += sum(counters[op]["launches"].values())
+
+
+def _share(found: torch.Tensor, truth: torch.Tensor) -> float:
+    """The largest error of a tensor over its largest true value."""
+    return (found.double() - truth.double()).abs().max().item() / (truth.abs().max().item() or 1.0)
 
 
 def _errors(case: Case, before: Any, after: Any, problems: list[str]) -> None:
@@ -72,14 +150,14 @@ def _errors(case: Case, before: Any, after: Any, problems: list[str]) -> None:
         problems.append(f"raises {after}")
 
 
-def _counts(case: Case, counters: Any, problems: list[str]) -> int:
-    """Check who served the call; returns the number of launches."""
+def _counts(case: Case, counters: Any, problems: list[str]) -> tuple[int, list[str]]:
+    """Check who served the call; returns the number of launches and why any was left to upstream."""
     if not counters:
         problems.append(f"the overlaid tree counts nothing for {case.op}")
-        return 0
+        return 0, []
     launches: dict[str, int] = counters["launches"]
     if case.raises:
-        return sum(launches.values())
+        return sum(launches.values()), []
     if launches != dict(case.kernels):
         problems.append(f"launches {launches} instead of {dict(case.kernels)}")
     calls = list(counters["entries"].values())
@@ -90,7 +168,7 @@ def _counts(case: Case, counters: Any, problems: list[str]) -> int:
     served = sum(call["kernel"] for call in calls)
     if served != (0 if case.fallback else 1) or any(call["off"] for call in calls):
         problems.append(f"{served} calls on the kernel")
-    return sum(launches.values())
+    return sum(launches.values()), reasons
 
 
 def _properties(case: Case, before: dict[str, Any], after: dict[str, Any], problems: list[str]) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import pickle
@@ -13,8 +12,9 @@ from typing import Any
 
 import torch
 
-from scripts.workers import runtime
-from scripts.workers.cases import Case, all_cases, short
+from scripts.workers import runtime, step
+from scripts.workers.bindings import bindings
+from scripts.workers.cases import Case, chosen, short
 from scripts.workers.entries import ENTRIES
 
 RESULTS = "results.pt"
@@ -39,8 +39,11 @@ def main(argv: list[str]) -> int:
         "wiring": {name: _names(name) for name in sorted({entry.module for entry in ENTRIES})},
         "routes": _routes(),
         "entries": runtime.all_origins(),
+        "bindings": bindings(runtime.tree()),
     }
-    results = {case.id: _run(case, device) for case in all_cases(plan["ops"])} if plan["cases"] else {}
+    results = {case.id: _run(case, device) for case in chosen(plan["calls"])}
+    if plan["calls"]:
+        results[step.NAME] = _step(device)
     torch.save(results, folder / RESULTS)
     runtime.write_report(folder, report)
     torch.distributed.destroy_process_group()
@@ -48,7 +51,13 @@ def main(argv: list[str]) -> int:
 
 
 def _run(case: Case, device: torch.device) -> dict[str, Any]:
-    """Output and gradients of one call (on CPU), their properties, the error if any, and the counts."""
+    """Output and gradients of one call (on CPU), their properties, the error if any, and the counts.
+
+    Nothing but ``missing`` where the release does not have the call.
+    """
+    module = runtime.import_or_none(case.module)
+    if case.missing(module):
+        return {"missing": True}
     overlay = runtime.overlay()
     if overlay is not None:
         overlay.reset_counters()
@@ -56,10 +65,10 @@ def _run(case: Case, device: torch.device) -> dict[str, Any]:
         # Upstream's code answers in both trees, but torch.compile gives up on a function after a number of
         # recompilations, and the pristine tree has had more of them.
         torch.compiler.reset()
-    entry = getattr(importlib.import_module(case.module), case.entry)
+    entry = getattr(module, case.entry)
     tensors = case.inputs(case.generator(), device)
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    result: dict[str, Any] = {"tensors": {}, "properties": {}, "error": None}
+    result: dict[str, Any] = {"missing": False, "tensors": {}, "properties": {}, "error": None}
     try:
         out = case.call(entry, tensors)
         _record(result, "out", out)
@@ -79,6 +88,15 @@ def _run(case: Case, device: torch.device) -> dict[str, Any]:
     if overlay is not None:
         result["counters"] = overlay.counters().get(case.op)
     return result
+
+
+def _step(device: torch.device) -> dict[str, Any]:
+    """A model's step in float32; of the pristine tree also in float64. Its error, where there is one."""
+    dtypes = [torch.float32] if runtime.overlay() is not None else [torch.float32, torch.float64]
+    try:
+        return {short(dtype): step.run(device, dtype) for dtype in dtypes}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _record(result: dict[str, Any], name: str, tensor: torch.Tensor | None) -> None:

@@ -194,8 +194,11 @@ def who_is_behind(entry: Entry) -> dict[str, str]:
 
 def _origin(holder: ModuleType | None, entry: Entry) -> str:
     found = getattr(holder, entry.name, None)
-    if found is None:
-        return "absent"
+    return "absent" if found is None else origin(found)
+
+
+def origin(found: Any) -> str:
+    """Whether a function or class is ``"ours"``, written below the marker line, or ``"upstream"``'s."""
     # Not unwrapped: ours is wrapped to look like upstream's, and the question is which one is called.
     # Of a class, what its own body defines; it may derive from upstream's.
     made = vars(found).get("__new__") or vars(found)["__init__"] if isinstance(found, type) else found

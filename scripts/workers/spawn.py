@@ -61,6 +61,8 @@ def environment(tree: Path | None, device: str, extra: Mapping[str, str] | None 
     env["PYTHONPATH"] = os.pathsep.join([str(tree), *kept] if tree else kept)
     env["NO_VCS_VERSION"] = "1"
     if device == "cpu":
+        # 0.15 compiles a helper for CUDA at its import, and would ask a device for its kind.
+        env.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
         env.update(
             TRITON_INTERPRET="1", TORCHDYNAMO_DISABLE="1", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from liger_kernels import cross_entropy as module
-from liger_kernels import launches
 from liger_kernels.cross_entropy import (
     choose_tile,
     cross_entropy_reference,
@@ -37,29 +36,6 @@ TOKENS = [(1, 1), (7, 1), (5, 27)]
 
 # Float32 arithmetic of a dozen operations, and an exponential and a logarithm of 2 units.
 ARITHMETIC = 16 * 2.0**-24
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fresh memory holds NaN, so that an element that nobody writes shows."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
-        fresh = empty(*args, **kwargs)
-        if fresh.is_floating_point():
-            fresh.detach().fill_(float("nan"))
-        return fresh
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned)
-        yield
-
-
-@pytest.fixture
-def launched() -> Counter[str]:
-    """The count of launches, from zero."""
-    launches.LAUNCHES.clear()
-    return launches.LAUNCHES
 
 
 @dataclass

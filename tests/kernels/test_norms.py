@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from liger_kernels import launches, rows
 from liger_kernels import norms as module
+from liger_kernels import rows
 from liger_kernels.norms import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -38,33 +38,6 @@ ARITHMETIC = 16 * 2.0**-24
 # The interpreter's NumPy warns of what these tests are about.
 IGNORE_OVERFLOW = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fresh memory holds NaN, so that an element that nobody writes shows. Values are the same each time."""
-    torch.manual_seed(0)
-
-    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def wrapper(*args: object, **kwargs: object) -> torch.Tensor:
-            fresh = allocate(*args, **kwargs)
-            if fresh.is_floating_point():
-                fresh.detach().fill_(float("nan"))
-            return fresh
-
-        return wrapper
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned(torch.empty))
-        patch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-        yield
-
-
-@pytest.fixture
-def launched() -> Counter[str]:
-    """The count of launches, from zero."""
-    launches.LAUNCHES.clear()
-    return launches.LAUNCHES
 
 
 @pytest.fixture

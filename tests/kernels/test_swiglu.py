@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -35,32 +35,6 @@ ARITHMETIC = 16 * 2.0**-24
 
 # The interpreter's NumPy warns of what these tests are about.
 IGNORE_OVERFLOW = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fresh memory holds NaN, so that an element that nobody writes shows."""
-
-    def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def wrapper(*args: object, **kwargs: object) -> torch.Tensor:
-            fresh = allocate(*args, **kwargs)
-            if fresh.is_floating_point():
-                fresh.detach().fill_(float("nan"))
-            return fresh
-
-        return wrapper
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned(torch.empty))
-        patch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-        yield
-
-
-@pytest.fixture
-def launched() -> Counter[str]:
-    """The count of launches, from zero."""
-    launches.LAUNCHES.clear()
-    return launches.LAUNCHES
 
 
 @dataclass

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from scripts import parity
 from scripts.overlay import load_overlay
-from scripts.workers import cases
-from scripts.workers.entries import ENTRIES
+from scripts.workers import cases, parity_compare, step
+from scripts.workers.entries import ENTRIES, NORM_SLOTS
 
 FUSION = Path("megatron/core/fusions/fused_bias_swiglu.py")
 KERNEL = Path("megatron/core/liger/kernels/swiglu.py")
@@ -65,7 +67,8 @@ def _changed(tree: Path, folder: Path, file: Path, old: str, new: str) -> Path:
 
 
 def _failures(pristine: Path, tree: Path, folder: Path, device: torch.device) -> list[str]:
-    result = parity.compare(pristine, tree, OPS, folder / "parity", device=device.type)
+    calls = {"swiglu": "few"}
+    result = parity.compare(pristine, tree, OPS, folder / "parity", device=device.type, calls=calls)
     assert not result.passed
     assert "FAILED" in "\n".join(parity.table(result))
     return result.problems
@@ -107,7 +110,7 @@ def test_a_changed_signature_and_a_public_name_fail(
     shutil.copytree(overlaid_tree, copy, ignore=shutil.ignore_patterns("__pycache__"))
     with (copy / FUSION).open("a", encoding="utf-8") as stream:
         stream.write("\n\nhelper = 1\n\n\ndef bias_swiglu_impl(input, bias):\n    return input\n")
-    result = parity.compare(pristine_tree, copy, OPS, tmp_path / "parity", device=device.type, cases=False)
+    result = parity.compare(pristine_tree, copy, OPS, tmp_path / "parity", device=device.type, calls={})
     module = "megatron.core.fusions.fused_bias_swiglu"
     assert f"{module}.helper is new and public" in result.wiring
     assert any(problem.startswith(f"{module}.bias_swiglu_impl: signature") for problem in result.wiring)
@@ -115,8 +118,6 @@ def test_a_changed_signature_and_a_public_name_fail(
 
 def test_a_deviation_must_be_there_and_stated() -> None:
     """Where both trees give the same, a stated one is a failure; an input that is overwritten always is."""
-    from scripts.workers import parity_compare
-
     stated, same = (
         next(c for c in cases.cross_entropy(dtype) if c.entry.startswith("fused") and c.name == "[6, 2, 48]")
         for dtype in (torch.float32, torch.bfloat16)
@@ -129,7 +130,7 @@ def test_a_deviation_must_be_there_and_stated() -> None:
         out = {**plain, "dtype": "fp32", "shape": [6, 2], "owns storage": True}
         properties = {"out": out, "d logits": {**plain, "owns storage": True}}
         tensors = {"out": torch.zeros((6, 2)), "d logits": torch.zeros((6, 2, 48), dtype=case.dtype)}
-        result = {"tensors": tensors, "properties": properties, "error": None}
+        result = {"missing": False, "tensors": tensors, "properties": properties, "error": None}
         truths = parity_compare._truth(case, result)
         result["tensors"] = {name: truths[name].detach().to(t.dtype) for name, t in tensors.items()}
         entries = {case.entry: {"kernel": 1, "off": 0, "upstream": {}}}
@@ -147,3 +148,85 @@ def test_a_deviation_must_be_there_and_stated() -> None:
     (problem,) = rows(stated, ["logits"], [])
     assert problem.startswith("d logits: upstream is not off any more")
     assert "upstream does not overwrite logits any more" in rows(stated, [], [])
+
+
+@pytest.mark.parametrize("gone", ["pristine", "overlaid"])
+def test_a_call_that_one_tree_alone_has_fails(gone: str) -> None:
+    (case,) = cases.chosen({"swiglu": "few"})[:1]
+    results = [{"missing": tree == gone} for tree in ("pristine", "overlaid")]
+    row = parity_compare._compare(case, *results)
+    assert row["problems"] == [
+        f"only the {'overlaid' if gone == 'pristine' else 'pristine'} tree has this call"
+    ]
+    assert parity_compare._compare(case, {"missing": True}, {"missing": True})["problems"] == []
+
+
+def _step(shift: float = 0.0, *, kernel: bool = False) -> dict[str, Any]:
+    """What a model's step gives: off from the truth, 4, by 1e-6 and ``shift``."""
+    names = [f"decoder.layers.0.{slot}" for slot in NORM_SLOTS]
+    result = {
+        "tensors": {"unfused loss": torch.tensor([4 + 1e-6 + shift])},
+        "norms": dict.fromkeys(names, step.OURS if kernel else "torch.nn.RMSNorm"),
+    }
+    if not kernel:
+        truth = {**result, "tensors": {"unfused loss": torch.tensor([4.0], dtype=torch.float64)}}
+        return {"fp32": result, "fp64": truth}
+    counts = {
+        op: {
+            "launches": {f"{op}_forward": 1},
+            "entries": {
+                name.split(" or ")[0]: {"kernel": n, "off": 0, "upstream": {}} for name, n in wanted.items()
+            },
+        }
+        for op, wanted in step.expected_calls(list(OPS), len(names)).items()
+    }
+    return {"fp32": {**result, "counters": counts}}
+
+
+def test_a_models_step_that_is_right() -> None:
+    assert set(step.expected_calls(list(OPS), 9)) == set(OPS)  # an op that joins says what it does there
+    row = parity_compare._compare_step(_step(), _step(1e-6, kernel=True), list(OPS))
+    assert row["problems"] == []
+    assert (row["launches"], row["served"]) == (len(OPS), "kernel")
+
+
+def _without(result: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    change(result["fp32"])
+    return result
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda r: r["tensors"].update({"unfused loss": torch.tensor([4.001])}), "unfused loss: error 2.5"),
+        (lambda r: r["tensors"].update({"unfused loss": torch.tensor([float("nan")])}), "error nan"),
+        (lambda r: r["tensors"].clear(), "in one tree only"),
+        (lambda r: r["norms"].update({"decoder.layers.0.q_layernorm": "torch.nn.RMSNorm"}), "q_layernorm is"),
+        (lambda r: r["norms"].pop("decoder.layers.0.k_layernorm"), "k_layernorm is None"),
+        (
+            lambda r: r["counters"]["swiglu"]["entries"]["bias_swiglu_impl"].update(kernel=3),
+            "3 calls of bias",
+        ),
+        (lambda r: r["counters"]["norms"]["entries"].clear(), "0 calls of WrappedTorchNorm"),
+        (
+            lambda r: r["counters"]["norms"]["entries"]["WrappedTorchNorm"].update(upstream={"fp8": 1}),
+            "norms left to upstream",
+        ),
+    ],
+)
+def test_a_models_step_that_is_wrong(change: Callable[[dict[str, Any]], object], problem: str) -> None:
+    row = parity_compare._compare_step(_step(), _without(_step(kernel=True), change), list(OPS))
+    assert any(problem in text for text in row["problems"]), row["problems"]
+    for trees in (({"error": "x"}, _step(kernel=True)), (_step(), {"error": "x"})):
+        assert len(parity_compare._compare_step(*trees, list(OPS))["problems"]) == 1
+
+
+def test_a_few_cases_are_one_of_each_name_and_on_the_kernel() -> None:
+    few = cases.chosen(dict.fromkeys(OPS, "few"))
+    names = [(case.module, case.entry) for case in few]
+    assert len(set(names)) == len(names)
+    served = {(c.module, c.entry) for c in cases.all_cases(list(OPS)) if not (c.fallback or c.raises)}
+    assert set(names) == served
+    assert all(case.kernels and not case.fallback and not case.raises for case in few)
+    with pytest.raises(RuntimeError, match="no such choice"):
+        cases.chosen({"swiglu": "some"})

@@ -759,6 +759,30 @@ def test_option_of_a_later_release(
     assert counts(liger, FUSED) == {"kernel": 1, "off": 0, "upstream": {"z_loss": 2}}
 
 
+def test_option_that_is_on_by_default_is_never_dropped(
+    both: Entries, liger: ModuleType, device: torch.device
+) -> None:
+    logits, target = make(device)
+
+    def scaled(
+        vocab_parallel_logits: Any, target: Any, label_smoothing: Any = 0.0, scale: Any = 2.0
+    ) -> object:
+        return "upstream", scale
+
+    module = {UNFUSED: scaled, "get_tensor_model_parallel_group": lambda: both.group}
+    ours = tail(UNFUSED, module)[UNFUSED]
+    assert ours(logits, target) == ours(logits, target, 0.1) == ("upstream", 2.0)
+    assert ours(logits, target, scale=None).shape == (3, 2)
+
+    def smoothed(vocab_parallel_logits: Any, target: Any, label_smoothing: Any = 0.1, **more: Any) -> object:
+        return "upstream", more
+
+    ours = tail(UNFUSED, {**module, UNFUSED: smoothed})[UNFUSED]
+    right = both.function(UNFUSED)(logits, target, 0.1)
+    assert torch.equal(ours(logits, target), right)
+    assert ours(logits, target, z=1) == ("upstream", {"z": 1})
+
+
 # --- What a job says ---
 
 

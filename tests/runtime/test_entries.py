@@ -427,6 +427,33 @@ def test_option_of_a_later_release(liger: ModuleType, device: torch.device, valu
     assert counts(liger, "bias_swiglu_impl") == {"kernel": 2, "off": 0, "upstream": {"clamp_value": 2}}
 
 
+def test_option_that_is_on_by_default_is_never_dropped(liger: ModuleType, device: torch.device) -> None:
+    """Nobody has to give it; one that is None or False by default changes nothing until it is given."""
+    x = torch.ones(2, 8, device=device)
+
+    def clamped(input: Any, bias: Any, fp8_input_store: Any = False, limit: Any = 7.0) -> object:
+        return "upstream", limit
+
+    ours = tail({"bias_swiglu_impl": clamped})["bias_swiglu_impl"]
+    assert ours(x, None) == ours(x, None, False) == ("upstream", 7.0)
+    assert ours(x, None, limit=None).shape == (2, 4)
+
+    def stored(input: Any, bias: Any, fp8_input_store: Any = True, quiet: Any = False) -> object:
+        return "upstream", fp8_input_store, quiet
+
+    ours = tail({"bias_swiglu_impl": stored})["bias_swiglu_impl"]
+    assert ours(x, None) == ("upstream", True, False)
+    assert ours(x, None, False).shape == ours(x, None, False, False).shape == (2, 4)
+    assert ours(x, None, False, True) == ("upstream", False, True)
+
+    def open_ended(input: Any, bias: Any, **options: Any) -> object:
+        return "upstream", options
+
+    ours = tail({"bias_swiglu_impl": open_ended})["bias_swiglu_impl"]
+    assert ours(x, None).shape == (2, 4)
+    assert ours(x, None, anything=1) == ("upstream", {"anything": 1})
+
+
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_under_torch_compile(
     fused: ModuleType, liger: ModuleType, device: torch.device, fullgraph: bool

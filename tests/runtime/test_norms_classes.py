@@ -346,6 +346,28 @@ def test_option_of_a_later_release(liger: ModuleType) -> None:
         del norms.OP.entries["Later"]
 
 
+@pytest.mark.parametrize(("default", "served"), [(None, True), (False, True), (True, False), (0, False)])
+def test_option_that_is_on_by_default_is_never_dropped(
+    liger: ModuleType, default: object, served: bool
+) -> None:
+    class Later:
+        def __new__(
+            cls, config: Any, hidden_size: int, eps: float = 1e-5, residual: Any = default, **more: Any
+        ) -> Any:
+            return "upstream", residual, more
+
+    norms = importlib.import_module("megatron.core.liger.norms")
+    ours = norms.TakenOver(Later)
+    try:
+        for named in ({}, {"residual": default}):
+            built = ours(Later, (config(), 8), named)
+            assert type(built).__name__ == "RMSNorm" if served else built == ("upstream", default, {})
+        assert ours(Later, (config(), 8), {"residual": 2}) == ("upstream", 2, {})
+        assert ours(Later, (config(), 8), {"residual": None, "x": 1}) == ("upstream", None, {"x": 1})
+    finally:
+        del norms.OP.entries["Later"]
+
+
 def test_module_with_ligers_signature(liger: ModuleType) -> None:
     make = liger.LigerMegatronRMSNorm
     assert str(inspect.signature(make)).startswith("(config: 'Any', hidden_size: ")

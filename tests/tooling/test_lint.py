@@ -15,8 +15,8 @@ import pytest
 from scripts import lint
 from scripts.errors import ExpectationError
 from scripts.lint import PatchSet, Rule
-from scripts.manifest import Manifest, PinnedFile, Release, TouchedFile, Variant, load, parse
-from scripts.overlay import ROOT
+from scripts.manifest import License, Manifest, PinnedFile, Release, TouchedFile, Variant, load, parse
+from scripts.overlay import ROOT, sha256
 
 PATH = "megatron/core/fusions/alpha.py"
 TAIL = b"""# SPDX-License-Identifier: Apache-2.0
@@ -32,6 +32,18 @@ _upstream_alpha = alpha
 def alpha(x):
     return _upstream_alpha(x)
 """
+GUARDED = b"""# SPDX-License-Identifier: Apache-2.0
+if "alpha" in globals():
+    # entry: alpha
+    #   kind: speed
+    #   why: one pass
+    #   upstream: none
+    #   retires when: never
+    _upstream_alpha = alpha
+
+    def alpha(x):
+        return _upstream_alpha(x)
+"""
 SETTINGS = b'# SPDX-License-Identifier: Apache-2.0\nOPS = ("alpha",)\n'
 
 
@@ -44,10 +56,12 @@ def sound() -> PatchSet:
         "made here",
     )
     files = {PATH: TouchedFile(PATH, "extend", "alpha", ("alpha",), (variant,))}
+    text = License("LICENSES/theirs.txt", sha256(b"theirs"), ("1.0",), "made here")
     return PatchSet(
-        Manifest({"1.0": release}, {}, files),
+        Manifest({"1.0": release}, {}, files, (text,)),
         {f"overlay/{PATH}": TAIL},
         {"overlay/megatron/core/liger/settings.py": SETTINGS},
+        {"LICENSES/theirs.txt": b"theirs"},
     )
 
 
@@ -71,6 +85,17 @@ def with_release(**changes: Any) -> PatchSet:
     return replace(patch_set, manifest=replace(patch_set.manifest, releases={"1.0": release}))
 
 
+def with_license(**changes: Any) -> PatchSet:
+    patch_set = sound()
+    text = replace(patch_set.manifest.licenses[0], **changes)
+    return replace(patch_set, manifest=replace(patch_set.manifest, licenses=(text,)))
+
+
+def with_tail_and_variant(tail: bytes, variant: Variant) -> PatchSet:
+    patch_set = with_file(variants=(*sound().manifest.files[PATH].variants, variant))
+    return replace(patch_set, tails={f"overlay/{PATH}": tail})
+
+
 def added(text: bytes) -> PatchSet:
     patch_set = sound()
     data = b"# SPDX-License-Identifier: Apache-2.0\n" + text
@@ -78,6 +103,7 @@ def added(text: bytes) -> PatchSet:
 
 
 VARIANT = sound().manifest.files[PATH].variants[0]
+WITHOUT = Variant("e" * 64, ("2.0",), "made here", {"alpha": None})
 WHEEL = sound().manifest.releases["1.0"].wheels[0]
 BROKEN: list[tuple[Rule, PatchSet, str]] = [
     (lint.parses, with_tail(lambda d: d + b"def ("), "does not parse"),
@@ -94,10 +120,35 @@ BROKEN: list[tuple[Rule, PatchSet, str]] = [
     ),
     (lint.releases_pinned, replace(sound(), manifest=replace(sound().manifest, yanked={"1.0": "x"})), "both"),
     (lint.variants_once, with_file(variants=(VARIANT, replace(VARIANT, releases=()))), "listed twice"),
-    (lint.variants_once, with_file(variants=(VARIANT, replace(VARIANT, sha256="e" * 64))), "in 2 variants"),
-    (lint.variants_once, with_file(variants=()), "in 0 variants"),
-    (lint.variants_once, with_variant(releases=("1.0", "2.0")), "2.0 is not in"),
+    (
+        lint.variants_once,
+        with_file(variants=(VARIANT, replace(VARIANT, sha256="e" * 64))),
+        "1.0 is listed twice",
+    ),
+    (lint.variants_once, with_file(absent=("1.0",)), "1.0 is listed twice"),
+    (lint.variants_once, with_variant(releases=("1.10", "1.9")), "1.10, 1.9 are not in order"),
+    (lint.variants_once, with_file(absent=("3", "2")), "3, 2 are not in order"),
+    (
+        lint.variants_once,
+        with_file(variants=(replace(VARIANT, releases=("2",)), replace(VARIANT, sha256="e" * 64))),
+        "2, 1.0 are not in order",
+    ),
     (lint.variants_once, with_variant(source=""), "lacks releases or a source"),
+    (lint.variants_once, with_variant(releases=()), "lacks releases or a source"),
+    (lint.releases_complete, with_file(variants=()), "1.0 has no variant"),
+    (lint.releases_complete, with_variant(releases=("1.0", "2.0")), "2.0 is not in"),
+    (lint.releases_complete, with_file(absent=("2.0",)), "2.0 is not in"),
+    (lint.licenses_pinned, with_license(releases=()), "1.0 has 0 licence texts"),
+    (lint.licenses_pinned, with_license(releases=("1.0", "1.0")), "1.0 has 2 licence texts"),
+    (lint.licenses_pinned, with_license(releases=("1.0", "2.0")), "2.0, which is not pinned"),
+    (lint.licenses_pinned, with_license(source=""), "lacks releases or a source"),
+    (lint.licenses_pinned, with_license(sha256="f" * 64), "is not the pinned text"),
+    (lint.licenses_pinned, replace(sound(), texts={}), "is not there"),
+    (
+        lint.licenses_pinned,
+        replace(sound(), texts={**sound().texts, "LICENSES/b.txt": b"b"}),
+        "no release in patches/releases.json is under it",
+    ),
     (lint.pins_have_tails, replace(sound(), tails={}), "has no tail"),
     (
         lint.pins_have_tails,
@@ -122,9 +173,13 @@ BROKEN: list[tuple[Rule, PatchSet, str]] = [
     ),
     (lint.ledger_matches_code, with_tail(lambda d: d + b"helper = 1\n"), "helper is bound"),
     (lint.ledger_matches_code, with_tail(lambda d: d + b"import os\n"), "os is bound"),
-    (lint.fingerprints_complete, with_variant(entries={}), "no fingerprint"),
+    (lint.fingerprints_complete, with_variant(entries={}), "nothing is said of alpha"),
+    (lint.fingerprints_complete, with_variant(entries={"alpha": None}), "no entry to take over"),
+    (lint.fingerprints_complete, with_variant(entries={"alpha": None}), "alpha has no fingerprint"),
     (lint.fingerprints_complete, with_variant(entries={"alpha": "b" * 64, "other": "b" * 64}), "no entry"),
     (lint.fingerprints_complete, with_variant(entries={"alpha": "draft"}), "no sha256"),
+    (lint.tails_apply, with_tail_and_variant(TAIL, WITHOUT), "where a variant lacks it"),
+    (lint.tails_apply, with_tail(lambda d: GUARDED), "on a condition, and every variant has it"),
     (lint.ops_agree, with_file(op="beta"), "OPS is"),
     (lint.ops_agree, replace(sound(), added={}), "OPS is"),
     (lint.imports_sound, added(b"import kernels.swiglu\n"), "a tree does not have"),
@@ -149,7 +204,24 @@ def test_a_rule_finds_its_fault_and_no_other_rule_does(rule: Rule, patch_set: Pa
     found = list(rule(patch_set))
     assert any(message in problem.message for problem in found), found
     for problem in found:
-        assert problem.file.startswith(("overlay/", "kernels/", "patches/"))
+        assert problem.file.startswith(("overlay/", "kernels/", "patches/", "LICENSES/"))
+
+
+def test_an_entry_that_a_variant_lacks_is_asked_for() -> None:
+    assert list(lint.tails_apply(with_tail_and_variant(GUARDED, WITHOUT))) == []
+    for rule in (lint.ledger_complete, lint.ledger_matches_pins, lint.ledger_matches_code):
+        assert list(rule(with_tail_and_variant(GUARDED, WITHOUT))) == []
+
+
+def test_a_release_without_the_file_is_said_so() -> None:
+    patch_set = sound()
+    releases = {**patch_set.manifest.releases, "0.9": patch_set.manifest.releases["1.0"]}
+    files = {PATH: replace(patch_set.manifest.files[PATH], absent=("0.9",))}
+    said = replace(patch_set, manifest=replace(patch_set.manifest, releases=releases, files=files))
+    assert list(lint.releases_complete(said)) == []
+    unsaid = replace(patch_set, manifest=replace(patch_set.manifest, releases=releases))
+    (problem,) = lint.releases_complete(unsaid)
+    assert "0.9 has no variant" in problem.message
 
 
 def test_imports_inside_functions_and_for_types_are_fine() -> None:
@@ -178,7 +250,7 @@ def test_the_projects_own_set_is_sound() -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    for folder in ("patches", "overlay", "kernels"):
+    for folder in ("patches", "overlay", "kernels", "LICENSES"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
@@ -202,6 +274,9 @@ def edit_json(path: Path, change: Callable[[Any], object]) -> None:
         ("releases.json", lambda d: d["releases"]["0.16.1"].update(wheels={})),
         ("releases.json", lambda d: d["releases"]["0.16.1"]["wheels"][0].pop("sha256")),
         ("releases.json", lambda d: d.update(yanked=["0.18.1"])),
+        ("releases.json", lambda d: d.pop("licenses")),
+        ("releases.json", lambda d: d["licenses"][0].update(path="../LICENSE")),
+        ("files.json", lambda d: next(iter(d["files"].values())).update(absent="0.12.0")),
     ],
 )
 def test_a_wrong_schema_is_a_problem_with_its_place(

@@ -18,7 +18,17 @@ import torch
 from torch import nn
 
 from . import ranks
-from .dispatch import NOT_PLAIN, OFF, ON_CPU, OTHER_DEVICE, Op, is_plain, kernel_module, platform
+from .dispatch import (
+    NOT_PLAIN,
+    OFF,
+    ON_CPU,
+    OTHER_DEVICE,
+    Op,
+    is_plain,
+    kernel_module,
+    later_option,
+    platform,
+)
 from .settings import LABEL_SMOOTHING_SCOPES, SETTINGS
 
 OUT_OF_RANGE = "labels beyond the vocabulary"
@@ -148,23 +158,24 @@ class TakenOver:
         self.upstream = upstream
         self.module = module
         self.options = dict(list(inspect.signature(upstream).parameters.items())[2:])
+        named = [p for p in self.options.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        self.required = {p.name for p in named if p.default is p.empty}
+        optional = {p.name: p.default for p in named if p.default is not p.empty}
+        self.by_default = {"label_smoothing": 0.0, "tp_group": None, **optional}
 
     def read(self, options: Sequence[Any], named: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
         """The options by name; first, why the kernel does not serve them, or None when it does."""
         given = dict(zip(self.options, options))
-        required = {name for name, p in self.options.items() if p.default is inspect.Parameter.empty}
         if (
             len(options) > len(self.options)
             or not named.keys() <= self.options.keys() - given.keys()
-            or not required <= given.keys() | named.keys()
+            or not self.required <= given.keys() | named.keys()
         ):
             return OPTIONS, {}
-        given.update(named)
-        if "tp_group" in required and given["tp_group"] is None:
+        given = {**self.by_default, **given, **named}
+        if "tp_group" in self.required and given["tp_group"] is None:
             return GROUP, {}
-        others = given.keys() - {"label_smoothing", "tp_group"}
-        later = next((name for name in sorted(others) if given[name] is not None), None)
-        return later, given
+        return later_option(self.options, given, ("label_smoothing", "tp_group")), given
 
     def group(self, given: Any) -> Any:
         """The tensor-parallel group: the given one, else what upstream's module asks for it."""
@@ -190,7 +201,7 @@ class TakenOver:
         group = None
         label_smoothing = given.get("label_smoothing", 0.0)
         if reason is None:
-            reason, group = decide(logits, target, label_smoothing, lambda: self.group(given.get("tp_group")))
+            reason, group = decide(logits, target, label_smoothing, lambda: self.group(given["tp_group"]))
         if reason is None:
             entry.served(logits)
             return run(logits, target, group, label_smoothing, SETTINGS.label_smoothing)

@@ -8,11 +8,12 @@ that was taken over for it. Triton is imported and a device touched when an entr
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -95,6 +96,27 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def watched() -> bool:
     """Whether something records PyTorch's operators in this thread; it would not see a kernel's launch."""
     return bool(torch._C._len_torch_dispatch_stack()) or torch._C._get_tracing_state() is not None
+
+
+def later_option(
+    options: Mapping[str, inspect.Parameter], given: Mapping[str, Any], known: Container[str]
+) -> str | None:
+    """The first of upstream's options that this overlay does not know and that a call asks for.
+
+    An option asks for something, given or by default, unless it is None, or False by default too. ``options``
+    are parameters of upstream's signature, ``given`` the values of a call, ``known`` what is served or read.
+    """
+    for name, parameter in options.items():
+        if name in known:
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            if given.get(name):
+                return name
+            continue
+        value = given.get(name, parameter.default)
+        if value is not None and not (value is False and parameter.default is False):
+            return name
+    return None
 
 
 class Op:

@@ -37,7 +37,14 @@ def release() -> str:
     if data.get("release"):
         return str(data["release"])
     as_in = [str(version) for version in data.get("files_as_in") or []]
-    return f"(files as in {', '.join(as_in)})" if as_in else "of unknown release (no record)"
+    return f"(files as in {span(as_in)})" if as_in else "of unknown release (no record)"
+
+
+def span(releases: list[str]) -> str:
+    """Releases for a reader: up to three by name, of more the first, the last and how many."""
+    if len(releases) <= 3:
+        return ", ".join(releases)
+    return f"{releases[0]} … {releases[-1]}, {len(releases)} releases"
 
 
 def require(named: dict[str, list[str]]) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .dispatch import NOT_PLAIN, WATCHED, Op, is_plain, platform, watched
+from .dispatch import NOT_PLAIN, WATCHED, Op, is_plain, later_option, platform, watched
 
 OP = Op("norms", kernel="norms.rms_norm", launches=("norm_",))
 _MODULE = OP.entry("LigerMegatronRMSNorm")
@@ -271,8 +271,8 @@ class TakenOver:
         upstream: the release's own class, whose signature says which options there are.
     """
 
-    # Upstream does not read these: config has the word.
-    NOT_READ = ("persist_layer_norm", "zero_centered_gamma", "normalization")
+    # Upstream does not read the last three: config has the word.
+    KNOWN = ("config", "hidden_size", "eps", "persist_layer_norm", "zero_centered_gamma", "normalization")
 
     def __init__(self, upstream: type[Any]) -> None:
         self.entry = OP.entry(upstream.__name__)
@@ -310,9 +310,8 @@ class TakenOver:
         reason = platform().reason
         if self.is_module and self.upstream not in cls.__bases__:
             reason = DERIVED
-        later = [name for name in given if name not in self.NOT_READ and given[name] is not None]
-        if reason is None and later:
-            reason = later[0]
+        if reason is None:
+            reason = later_option(self.signature.parameters, given, self.KNOWN)
         if reason is not None:
             self.entry.declined(reason)
             return None

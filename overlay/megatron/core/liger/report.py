@@ -174,7 +174,7 @@ def _op_line(name: str, op: dict[str, Any]) -> str:
 
 def text(data: dict[str, Any]) -> str:
     """What :func:`report` gives, for a reader."""
-    release = data["release"] or f"(files as in {', '.join(data['files_as_in']) or 'unknown'})"
+    release = data["release"] or f"(files as in {installed.span(data['files_as_in']) or 'unknown'})"
     lines = [
         f"liger overlay {data['overlay']} for Megatron-Core {release}, commit {data['commit'] or 'unknown'}",
         f"  {data['core']}",

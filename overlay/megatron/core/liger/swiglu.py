@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .dispatch import COMPILING, NOT_PLAIN, OFF, WATCHED, Op, is_plain, platform, watched
+from .dispatch import COMPILING, NOT_PLAIN, OFF, WATCHED, Op, is_plain, later_option, platform, watched
 
 OP = Op("swiglu", kernel="swiglu.swiglu", launches=("swiglu_",))
 _MODULE = OP.entry("LigerMegatronSwiGLU")
 
 FP8_INPUT_STORE = "fp8_input_store"
 CPU_OFFLOAD_INPUT = "cpu_offload_input"
+_SWITCHES = (FP8_INPUT_STORE, CPU_OFFLOAD_INPUT)
 OPTIONS = "options that upstream's function does not have"
 DTYPE = "a dtype other than bfloat16, float16 and float32"
 DIMENSIONS = "input with other than 2 or 3 dimensions"
@@ -112,20 +113,19 @@ class TakenOver:
     def __init__(self, name: str, upstream: Callable[..., torch.Tensor], tensors: int) -> None:
         self.entry = OP.entry(name)
         self.upstream = upstream
-        self.options = tuple(inspect.signature(upstream).parameters)[tensors:]
+        self.options = dict(list(inspect.signature(upstream).parameters.items())[tensors:])
+        self.by_default = self.asks_for((), {})
 
     def asks_for(self, options: Sequence[Any], named: Mapping[str, Any]) -> str | None:
         """Why the kernel does not serve these options, by position and by name, or None when it does."""
-        given = (*zip(self.options, options), *named.items())
-        if len(given) != len(options) + len(named) or not named.keys() <= set(self.options[len(options) :]):
+        given = dict(zip(self.options, options))
+        if len(given) != len(options) or not named.keys() <= self.options.keys() - given.keys():
             return OPTIONS
-        for name, value in given:
-            if name in (FP8_INPUT_STORE, CPU_OFFLOAD_INPUT):
-                if value:
-                    return name
-            elif value is not None:  # an option of a later release
+        given.update(named)
+        for name in _SWITCHES:
+            if name in self.options and given.get(name, self.options[name].default):
                 return name
-        return None
+        return later_option(self.options, given, _SWITCHES)
 
     def __call__(
         self, tensors: tuple[torch.Tensor, ...], options: Sequence[Any], named: Mapping[str, Any]
@@ -139,7 +139,7 @@ class TakenOver:
         if torch.compiler.is_compiling():
             entry.traced()
             return self.upstream(*tensors, *options, **named)
-        reason = self.asks_for(options, named) if options or named else None
+        reason = self.asks_for(options, named) if options or named else self.by_default
         if reason is None:
             reason = unserved(*tensors)
         if reason is None:

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward and backward of a two-layer GPT, built alike in every release by Megatron-Core's own interfaces.
+
+Local layers with RMSNorm in every slot, SwiGLU, grouped queries; the loss once through each cross-entropy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from scripts.workers import runtime
+from scripts.workers.entries import NORM_SLOTS
+
+NAME = "GPTModel fp32: a step of two layers"
+LAYERS = 2
+VOCABULARY, SEQUENCE, BATCH = 96, 12, 2
+SEED = 1234
+LOSSES = ("fused", "unfused")
+OURS = "megatron.core.liger.norms.RMSNorm"
+
+
+def expected_calls(ops: list[str], norms: int) -> dict[str, dict[str, int]]:
+    """How often each entry of an overlaid tree runs on the kernel in :func:`run`, with ``norms`` of ours."""
+    once_each = {"fused_vocab_parallel_cross_entropy": 1, "vocab_parallel_cross_entropy": 1}
+    calls = {
+        "swiglu": {"bias_swiglu_impl": LAYERS * len(LOSSES)},
+        "cross_entropy": once_each,
+        "norms": {"WrappedTorchNorm or FusedLayerNorm": norms * len(LOSSES)},
+    }
+    return {op: calls[op] for op in ops}
+
+
+def run(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """One step in ``dtype``.
+
+    Returns:
+        ``tensors``: the loss of each token by each cross-entropy, and every parameter's gradient of the
+        unfused one (the fused one's goes through bfloat16 upstream); ``norms``: the class of each norm;
+        ``counters``: of an overlaid tree.
+    """
+    overlay = runtime.overlay()
+    model: Any = _model(device, dtype)
+    generator = torch.Generator().manual_seed(SEED)
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator).to(device)
+    batch = {
+        "input_ids": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "position_ids": torch.arange(SEQUENCE, device=device).expand(BATCH, -1).contiguous(),
+        "attention_mask": torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=device).triu(1),
+    }
+    if overlay is not None:
+        overlay.reset_counters()
+    tensors = {}
+    for name in LOSSES:
+        model.zero_grad(set_to_none=True)
+        model.config.cross_entropy_loss_fusion = name == "fused"
+        loss = model(**batch)
+        tensors[f"{name} loss"] = loss.detach().cpu()
+        loss.mean().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            tensors[f"d {name}"] = parameter.grad.detach().cpu()
+    return {
+        "tensors": tensors,
+        "norms": {
+            name: f"{type(module).__module__}.{type(module).__name__}"
+            for name, module in model.named_modules()
+            if name.rpartition(".")[2] in NORM_SLOTS
+        },
+        "counters": overlay.counters() if overlay is not None else None,
+    }
+
+
+def _model(device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    torch.manual_seed(SEED)
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=32,
+        ffn_hidden_size=40,
+        num_attention_heads=4,
+        num_query_groups=2,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=True,
+        bias_dropout_fusion=False,
+        # These three need Apex, or kernels that only Apex builds.
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=True,
+    )
+    model: torch.nn.Module = GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    # The same weights in every dtype, and not those that make each norm's input one of unit size.
+    generator = torch.Generator().manual_seed(SEED + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.dim() == 1))
+    return model.to(device)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triage of a release or tree that is not pinned: what moved is found, and nothing else is reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts import __main__ as cli
+from scripts import port
+from scripts.manifest import load
+
+SWIGLU = "megatron/core/fusions/fused_bias_swiglu.py"
+NORM = "megatron/core/transformer/torch_norm.py"
+LOSS = "megatron/core/tensor_parallel/cross_entropy.py"
+OLD = {
+    SWIGLU: b'''
+import torch
+
+def helper(x):
+    return x
+
+def bias_swiglu_impl(input, bias, fp8_input_store=False):
+    """Says something."""
+    return helper(input)
+
+def weighted_bias_swiglu_impl(input, bias, weights):
+    return helper(input)
+''',
+    NORM: b"""
+class WrappedTorchNorm:
+    kind = "torch"
+    def __new__(cls, config, hidden_size, eps=1e-5):
+        return make(hidden_size)
+""",
+    LOSS: b"def vocab_parallel_cross_entropy(logits, target, label_smoothing=0.0):\n    return 0\n",
+    "megatron/core/fusions/fused_cross_entropy.py": b"def fused_vocab_parallel_cross_entropy(a): ...\n",
+    "megatron/core/fusions/fused_layer_norm.py": b"class FusedLayerNorm:\n    pass\n",
+    "megatron/core/transformer/mlp.py": b"""
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+def forward(x, b):
+    return bias_swiglu_impl(x, b, False)
+""",
+    "megatron/core/parallel_state.py": b"""
+def get_tensor_model_parallel_group(): ...
+def get_tensor_model_parallel_world_size(): ...
+def is_initialized(): ...
+def model_parallel_is_initialized(): ...
+""",
+}
+
+
+def report(changes: dict[str, bytes | None]) -> port.Report:
+    new = {path: data for path, data in {**OLD, **changes}.items() if data is not None}
+    return port.triage("old", OLD, "new", new, load())
+
+
+def found(report: port.Report, path: str) -> port.File:
+    return next(file for file in report.files if file.path == path)
+
+
+def entry(report: port.Report, path: str, name: str) -> port.Entry:
+    return next(e for e in found(report, path).entries if e.name == name)
+
+
+def edited(path: str, before: str, after: str) -> dict[str, bytes | None]:
+    assert before.encode() in OLD[path]
+    return {path: OLD[path].replace(before.encode(), after.encode())}
+
+
+def test_nothing_moved() -> None:
+    same = report({"megatron/core/other.py": b"x = 1\n"})
+    assert {file.verdict for file in same.files} == {port.SAME}
+    assert not any(e.changed or e.notes or e.body or e.callers for f in same.files for e in f.entries)
+
+
+def test_a_change_around_the_entries_asks_for_pins_only() -> None:
+    changed = report(edited(SWIGLU, "    return x\n", "    return x + 0  # and a comment\n"))
+    assert found(changed, SWIGLU).verdict == port.AROUND
+    assert found(changed, SWIGLU).pinned == ()
+    assert not any(e.changed or e.body for e in found(changed, SWIGLU).entries)
+    assert {f.verdict for f in changed.files if f.path != SWIGLU} == {port.SAME}
+
+
+def test_comments_and_docstrings_of_an_entry_are_no_change() -> None:
+    changed = report(edited(SWIGLU, '"""Says something."""', '"""Says more."""  # here'))
+    assert found(changed, SWIGLU).verdict == port.AROUND
+
+
+def test_an_option_that_came() -> None:
+    changed = report(edited(SWIGLU, "fp8_input_store=False)", "fp8_input_store=False, clamp_value=None)"))
+    assert found(changed, SWIGLU).verdict == port.CHANGED
+    swiglu = entry(changed, SWIGLU, "bias_swiglu_impl")
+    assert any("clamp_value=None" in note for note in swiglu.notes)
+    assert swiglu.retires_when
+    assert not entry(changed, SWIGLU, "weighted_bias_swiglu_impl").changed
+    assert not changed.settled
+    assert "clamp_value=None" in "\n".join(port.lines(changed, None))
+
+
+def test_a_body_that_changed() -> None:
+    changed = report(
+        edited(
+            NORM,
+            "return make(hidden_size)",
+            "norm = make(hidden_size)\n        norm.more = False\n        return norm",
+        )
+    )
+    norm = entry(changed, NORM, "WrappedTorchNorm")
+    assert not norm.notes
+    assert "+        norm.more = False" in norm.body
+
+
+def test_a_class_attribute_and_a_method_that_went() -> None:
+    changed = report(edited(NORM, '    kind = "torch"\n', "    def reset(self, all): ...\n"))
+    notes = entry(changed, NORM, "WrappedTorchNorm").notes
+    assert any("WrappedTorchNorm.reset is new: (self, all)" in note for note in notes)
+    assert any("WrappedTorchNorm.kind is gone" in note for note in notes)
+
+
+def test_an_entry_that_moved_and_a_file_that_went() -> None:
+    moved = {LOSS: b"x = 1\n", "megatron/core/losses.py": OLD[LOSS], NORM: None}
+    changed = report(moved)
+    assert found(changed, NORM).verdict == port.GONE
+    assert any(
+        "now in megatron/core/losses.py" in note
+        for note in entry(changed, LOSS, "vocab_parallel_cross_entropy").notes
+    )
+    assert found(changed, LOSS).names == ["- vocab_parallel_cross_entropy", "+ x"]
+
+
+def test_a_caller_that_calls_otherwise() -> None:
+    changed = report(
+        edited("megatron/core/transformer/mlp.py", "(x, b, False)", "(x, b, fp8_input_store=True)")
+    )
+    assert found(changed, SWIGLU).verdict == port.SAME
+    assert entry(changed, SWIGLU, "bias_swiglu_impl").callers == [
+        "- megatron/core/transformer/mlp.py: bias_swiglu_impl(x, b, False)",
+        "+ megatron/core/transformer/mlp.py: bias_swiglu_impl(x, b, fp8_input_store=True)",
+    ]
+    assert not changed.settled
+
+
+def test_names_that_the_overlay_takes_are_looked_for() -> None:
+    assert any("parallel_state" in note for note in report({"megatron/core/parallel_state.py": b""}).missing)
+
+
+def test_pinned_trees_overlaid_or_not(pristine_tree: Path, overlaid_tree: Path) -> None:
+    """A pinned release is settled against itself, and the overlay in a tree is looked through."""
+    old = port.read_tree(pristine_tree)
+    for tree in (pristine_tree, overlaid_tree):
+        same = port.triage("old", old, "new", port.read_tree(tree), load())
+        assert same.settled
+        assert not same.missing
+        assert all("0.16.1" in file.pinned for file in same.files)
+
+
+def test_the_command(pristine_tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["port", "--tree", str(pristine_tree), "--base", "0.16.1"]) == 0
+    assert "nothing of the overlay's code is concerned" in capsys.readouterr().out
+    assert cli.main(["port", "--tree", str(pristine_tree), "--base", "0.12.0", "--diff"]) == 1
+    printed = capsys.readouterr().out
+    assert f"{SWIGLU}: changed in an entry" in printed
+    assert "+def weighted_bias_swiglu_impl" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [([], 2), (["megatron==0.16.1", "--tree", "."], 2), (["--tree", "/nowhere"], 5)]
+)
+def test_refusals(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["port", *words]) == code
+    assert "expected:" in capsys.readouterr().err
