@@ -15,11 +15,13 @@ from pathlib import Path
 
 from scripts.apply import apply_tree, build_tree, split_ops
 from scripts.arguments import path
-from scripts.errors import UsageError
+from scripts.errors import StateError, UsageError
 from scripts.manifest import Release, load
-from scripts.overlay import RECORD
+from scripts.overlay import RECORD, load_overlay
 from scripts.revert import revert_tree
+from scripts.status import judge
 from scripts.tree import Tree
+from scripts.verify import inspect
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ def open_pair(arguments: argparse.Namespace) -> Iterator[Pair]:
 
     Raises:
         UsageError: not exactly one of release and ``--tree``, or ``--ops`` with an overlaid tree.
+        StateError: the tree is half applied, or was changed by hand.
         OverlayError: whatever apply and revert refuse.
     """
     if (arguments.release is None) == (arguments.tree is None):
@@ -93,6 +96,7 @@ def open_pair(arguments: argparse.Namespace) -> Iterator[Pair]:
             if ops is not None:
                 remedy = "leave --ops away, or revert the tree first"
                 raise UsageError("command line", "--ops with a pristine tree", "an overlaid one", remedy)
+            _require_whole(Tree.locate(overlaid), arguments.tree)
         else:
             apply_tree(overlaid, ops)
         revert_tree(pristine)
@@ -111,6 +115,15 @@ def open_release(release: Release, ops: Iterable[str] | None) -> Iterator[Pair]:
         for name in ("pristine", "overlaid"):
             build_tree(release, ops, Path(temporary, name), overlaid=name == "overlaid", nearest=True)
         yield _pair(f"megatron-core {release.version}", Path(temporary))
+
+
+def _require_whole(tree: Tree, given: Path) -> None:
+    manifest = load()
+    overlay = load_overlay(manifest=manifest)
+    verdict = judge(tree, inspect(tree.read, manifest, overlay), manifest, overlay)
+    if not verdict.startswith("overlaid"):
+        remedy = f"python -m scripts apply --tree {given}, or revert"
+        raise StateError(str(given), "a tree that is overlaid as its own record says", verdict, remedy)
 
 
 def _pair(name: str, folder: Path) -> Pair:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from scripts import __main__ as cli
 from scripts import parity
+from scripts.errors import StateError
 from scripts.overlay import load_overlay
 from scripts.workers import cases, parity_compare, step
 from scripts.workers.entries import ENTRIES, NORM_SLOTS
@@ -114,6 +116,15 @@ def test_a_changed_signature_and_a_public_name_fail(
     module = "megatron.core.fusions.fused_bias_swiglu"
     assert f"{module}.helper is new and public" in result.wiring
     assert any(problem.startswith(f"{module}.bias_swiglu_impl: signature") for problem in result.wiring)
+
+
+def test_a_half_applied_tree_is_refused_by_that_name(
+    pristine_tree: Path, overlaid_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(overlaid_tree, tmp_path / "tree")
+    shutil.copyfile(pristine_tree / FUSION, tmp_path / "tree" / FUSION)
+    assert cli.main(["parity", "--tree", str(tmp_path / "tree")]) == StateError.exit_code
+    assert "half applied" in capsys.readouterr().err
 
 
 def test_a_deviation_must_be_there_and_stated() -> None:
