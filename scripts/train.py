@@ -423,6 +423,7 @@ def _describe(result: Result, report: Mapping[str, Any], options: Options) -> No
         f"triton {versions['triton']}, Python {versions['python']}",
         f"{sizes.layers} layers, hidden {sizes.hidden}, ffn {sizes.ffn}, vocabulary {sizes.vocabulary}; "
         f"{sizes.micro_batches} micro-batches of {sizes.micro_batch} x {sizes.sequence} tokens a rank; bf16",
+        *report["adapted"],
     ]
 
 

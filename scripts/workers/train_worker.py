@@ -31,12 +31,14 @@ def main(argv: list[str]) -> int:
         # Without it upstream's checkpoint writer dies in a child process and the job waits for ever.
         raise RuntimeError("Megatron's distributed checkpoints need psutil: install it")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=plan["tp"])
+    adapted = runtime.give_checkpoints_a_format()
     runs = {run["name"]: _run(plan, run, device) for run in plan["runs"]}
     report = {
         "runs": runs,
         "entries": runtime.all_origins(),
         "overlaid": runtime.overlay() is not None,
         "versions": runtime.versions(),
+        "adapted": [adapted] if adapted else [],
     }
     runtime.write_report(folder, report)
     torch.distributed.barrier()
