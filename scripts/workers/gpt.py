@@ -8,6 +8,7 @@ and from a spec and a loss made by hand of the overlay's public classes, which u
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 SEED = 1234
+# Since 0.15 an MLP's spec can name its activation, and its configuration has a switch for that.
+SPEC_HAS_ACTIVATION = "activation_func" in {f.name for f in dataclasses.fields(MLPSubmodules)}
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Variant:
 
 def build(sizes: Sizes, variant: Variant) -> DistributedDataParallel:
     """The model in bf16 for data parallelism with float32 gradients; the same weights at every call."""
-    tensor_parallel.model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
+    tensor_parallel.model_parallel_cuda_manual_seed(SEED)
     torch.manual_seed(SEED)
     config = TransformerConfig(
         num_layers=sizes.layers,
@@ -80,7 +83,7 @@ def build(sizes: Sizes, variant: Variant) -> DistributedDataParallel:
         add_bias_linear=False,
         bias_activation_fusion=variant.fused_activation and not variant.by_hand,
         # Only under this name does the MLP build the activation that its spec has; nothing of TE is in it.
-        use_te_activation_func=variant.by_hand,
+        **({"use_te_activation_func": variant.by_hand} if SPEC_HAS_ACTIVATION else {}),
         bias_dropout_fusion=False,
         # These three need Apex, or kernels that only Apex builds.
         masked_softmax_fusion=False,
@@ -114,6 +117,30 @@ def build(sizes: Sizes, variant: Variant) -> DistributedDataParallel:
     return DistributedDataParallel(config, reduction, Float16Module(config, model))
 
 
+class MLPWithActivation(MLP):  # type: ignore[misc]
+    """Megatron's MLP with an activation that takes the bias, too; for a release whose spec has none.
+
+    There the gated MLP calls ``config.activation_func`` on the half that is the gate, so that no activation
+    of both halves can be given to it.
+
+    Args:
+        config: a ``TransformerConfig``.
+        submodules: the two linear layers.
+        activation_func: built with ``config``; called with ``[s, b, 2n]`` and a bias ``[2n]`` or None.
+        named: what else the release gives its MLP.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, submodules: MLPSubmodules, *, activation_func: Any, **named: Any
+    ) -> None:
+        super().__init__(config, submodules, **named)
+        self.activation_func = activation_func(config=config)
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        """Of ``[s, b, h]``, the second linear layer's output ``[s, b, h]`` and its bias ``[h]`` or None."""
+        return self.linear_fc2(self.activation_func(*self.linear_fc1(hidden_states)))
+
+
 def _spec_by_hand(layers: int) -> TransformerBlockSubmodules:
     """The same model with the overlay's classes as its norms and activation; only an overlaid tree has them.
 
@@ -129,13 +156,17 @@ def _spec_by_hand(layers: int) -> TransformerBlockSubmodules:
         core_attention=DotProductAttention,
         linear_proj=linear_out,
     )
-    mlp = MLPSubmodules(linear_fc1=linear_in, activation_func=LigerMegatronSwiGLU, linear_fc2=linear_out)
+    mlp_parts, activation = {"linear_fc1": linear_in, "linear_fc2": linear_out}, LigerMegatronSwiGLU
+    if SPEC_HAS_ACTIVATION:
+        mlp = ModuleSpec(MLP, submodules=MLPSubmodules(activation_func=activation, **mlp_parts))
+    else:
+        mlp = ModuleSpec(MLPWithActivation, {"activation_func": activation}, MLPSubmodules(**mlp_parts))
     layer = TransformerLayerSubmodules(
         input_layernorm=LigerMegatronRMSNorm,
         self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=LigerMegatronRMSNorm,
-        mlp=ModuleSpec(MLP, submodules=mlp),
+        mlp=mlp,
         mlp_bda=get_bias_dropout_add,
         # Upstream's names of these two in checkpoints.
         sharded_state_dict_keys_map={
@@ -156,8 +187,8 @@ def loss(model: DistributedDataParallel, variant: Variant, batch: Mapping[str, t
     from megatron.core.liger import LigerMegatronCrossEntropy
 
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    # In bf16, as upstream's loss reads them: the wrapper would make a float32 copy of what leaves the model.
-    logits = model(**inputs, fp32_output=False)
+    # In bf16, as upstream's loss reads them: a wrapper would make a float32 copy of what leaves the model.
+    logits = model.module.module(**inputs)
     group = parallel_state.get_tensor_model_parallel_group()
     labels = batch["labels"].transpose(0, 1)
     by_hand: torch.Tensor = LigerMegatronCrossEntropy()(logits.transpose(0, 1), labels, group)

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
+import inspect
 import json
 import logging
 import os
@@ -88,6 +90,24 @@ def use_cpu_for_cuda() -> None:
         setattr(owner, name, replacement)
     # The CPU generator now *is* the device's, which upstream remarks on at every fork.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
+
+
+def give_checkpoints_a_format() -> str | None:
+    """Make distributed checkpoints work where torch's writer wants a format that this release does not give.
+
+    Returns:
+        What was changed, in words, or None where nothing had to be.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    name, write = "serialization_format", filesystem_async._write_item
+    if name not in inspect.signature(write).parameters or name in inspect.getsource(filesystem_async):
+        return None
+    from torch.distributed.checkpoint import filesystem
+
+    named = {name: filesystem.SerializationFormat.TORCH_SAVE}
+    filesystem_async._write_item = functools.partial(write, **named)
+    return f"this release gives torch {torch.__version__} no {name} for its checkpoints: torch_save was added"
 
 
 def use_no_transformer_engine() -> None:

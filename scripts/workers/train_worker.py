@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,14 @@ def main(argv: list[str]) -> int:
         # Without it upstream's checkpoint writer dies in a child process and the job waits for ever.
         raise RuntimeError("Megatron's distributed checkpoints need psutil: install it")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=plan["tp"])
+    adapted = runtime.give_checkpoints_a_format()
     runs = {run["name"]: _run(plan, run, device) for run in plan["runs"]}
     report = {
         "runs": runs,
         "entries": runtime.all_origins(),
         "overlaid": runtime.overlay() is not None,
         "versions": runtime.versions(),
+        "adapted": [adapted] if adapted else [],
     }
     runtime.write_report(folder, report)
     torch.distributed.barrier()
@@ -57,7 +59,8 @@ def _run(plan: Mapping[str, Any], run: Mapping[str, Any], device: torch.device) 
     )
     model = gpt.build(sizes, variant)
     optimizer = gpt.make_optimizer(model, sizes.learning_rate)
-    report: dict[str, Any] = {"losses": [], "counters": [], "norms": _norms(model)}
+    report: dict[str, Any] = {"losses": [], "counters": [], "norms": _classes(model, NORM_SLOTS)}
+    report["mlp"] = _classes(model, ("mlp",))["mlp"]
     first = 0
     if run.get("load"):
         first, report["loaded"] = gpt.load(model, optimizer, Path(run["load"]))
@@ -86,9 +89,9 @@ def _run(plan: Mapping[str, Any], run: Mapping[str, Any], device: torch.device) 
     return report
 
 
-def _norms(model: torch.nn.Module) -> dict[str, list[str]]:
-    """The classes in each norm slot, over all layers."""
-    found: dict[str, set[str]] = {slot: set() for slot in NORM_SLOTS}
+def _classes(model: torch.nn.Module, slots: Sequence[str]) -> dict[str, list[str]]:
+    """The classes in each slot, over all layers."""
+    found: dict[str, set[str]] = {slot: set() for slot in slots}
     for name, module in model.named_modules():
         slot = name.rpartition(".")[2]
         if slot in found:

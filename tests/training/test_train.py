@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from scripts import train
+from scripts import pair, train
 from scripts.errors import UsageError
+from scripts.manifest import load
 from scripts.overlay import load_overlay
 
 FUSION = Path("megatron/core/fusions/fused_bias_swiglu.py")
@@ -101,6 +102,23 @@ def test_both_trees_learn_alike_on_two_data_parallel_ranks(
         assert f"\n{entry} " in text
     for name in ("LigerMegatronSwiGLU", "LigerMegatronCrossEntropy", "LigerMegatronRMSNorm"):
         assert f"\n{name} " in text
+    assert "\nLigerMegatronSwiGLU is the activation of megatron.core.transformer.mlp.MLP\n" in text
+
+
+def test_the_trees_of_a_release_whose_specs_have_no_activation_learn_alike(device: torch.device) -> None:
+    with pair.open_release(load().releases["0.12.3"], OPS) as trees:
+        options = _options(device, sizes=SMALL)
+        result = train.train(trees.pristine, trees.overlaid, trees.ops, trees.folder, options)
+    assert _failed(result) == set()
+    details = {check.name: check.detail for check in result.checks}
+    for slots in ("norm slots", "norm slots, by hand"):
+        assert details[slots].startswith("5 of 5")
+    for op in OPS:
+        assert details[f"calls of {op}, by hand"].endswith("Megatron's own: never")
+    assert (
+        "is the activation of scripts.workers.gpt.MLPWithActivation (an MLP's spec has no activation"
+        in "\n".join(result.table)
+    )
 
 
 def test_both_trees_learn_alike_under_sequence_parallelism_in_place(sequence_parallel: Measured) -> None:
@@ -274,6 +292,20 @@ def test_one_wrong_report_fails_one_check(
     worlds = copy.deepcopy(small.worlds)
     change(worlds[world].reports[0]["runs"][run])
     assert _failed(train.judge(worlds, OPS, small.options)) == {check}
+
+
+@pytest.mark.parametrize(("theirs", "failed"), [("upstream", True), ("absent", False)])
+def test_an_entry_may_be_absent_where_the_pristine_tree_has_none(
+    small: Measured, theirs: str, failed: bool
+) -> None:
+    worlds, entry = copy.deepcopy(small.worlds), "weighted_bias_swiglu_impl"
+    for world, origin in (("pristine", theirs), ("overlaid", "absent")):
+        entries = worlds[world].reports[0]["entries"]
+        entries[entry] = dict.fromkeys(entries[entry], origin)
+    result = train.judge(worlds, OPS, small.options)
+    name = f"code behind {entry}"
+    assert _failed(result) == ({name} if failed else set())
+    assert (name in {check.name for check in result.checks}) == failed
 
 
 def _arguments(*argv: str) -> argparse.Namespace:
