@@ -38,10 +38,11 @@ def once_differentiable(backward: Callable[..., Gradients]) -> Callable[..., Gra
     def once(ctx: Any, *incoming: torch.Tensor) -> Gradients:
         if not torch.is_grad_enabled():
             return backward(ctx, *incoming)
-        sources = [x for x in (*incoming, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        # A copy that was saved in an input's place has no graph, so that the sources cannot be asked for.
+        source = torch.zeros((), requires_grad=True)
         with torch.no_grad():
             results = backward(ctx, *incoming)
-        return tuple(x if x is None or not sources else _Refused.apply(x, *sources) for x in results)
+        return tuple(x if x is None else _Refused.apply(x, source) for x in results)
 
     return once
 

@@ -645,6 +645,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         else:
             dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
             _, strides_dlogits = _as_tokens(dlogits, target.dim())
+        statistics = statistics.contiguous()
         _backward(logits, strides, target, statistics, dloss, dlogits, strides_dlogits, ctx.options)
         if in_place:
             # Kernels write past autograd's back: from here on it refuses whatever else has saved the logits.

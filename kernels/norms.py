@@ -621,6 +621,7 @@ class NormFunction(torch.autograd.Function):
         dbias = allocate(weight.shape, dtype=weight.dtype, device=x.device) if needs_bias else None
         if x.numel():
             # Read anew: hooks on saved tensors may have brought them back with other strides.
+            mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
             _backward(rows_of(x), weight.contiguous(), dy, mean, rstd, ctx.zero_centered, dx, dweight, dbias)
         return dx, dweight, dbias, None, None, None, None
 

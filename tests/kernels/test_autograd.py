@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all kernels' autograd functions do where inputs were copied and saved tensors come back changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from liger_kernels.cross_entropy import vocab_parallel_cross_entropy
+from liger_kernels.norms import layer_norm, rms_norm
+from liger_kernels.swiglu import swiglu
+
+ROWS, N = 6, 8
+
+
+def functions(device: torch.device) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    target = torch.tensor([0, 1, 2, 3, 4, 5], device=device)
+    weight, bias = torch.rand(N, device=device), torch.rand(N, device=device)
+    return {
+        "cross_entropy": lambda x: vocab_parallel_cross_entropy(x, target),
+        "rms_norm": lambda x: rms_norm(x, weight, 1e-5),
+        "layer_norm": lambda x: layer_norm(x, weight, bias, 1e-5),
+        "rms_norm, strided weight": lambda x: rms_norm(x, weight.repeat_interleave(2)[::2], 1e-5),
+        "swiglu": swiglu,
+    }
+
+
+NAMES = ("cross_entropy", "rms_norm", "layer_norm", "rms_norm, strided weight", "swiglu")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "columns apart", "rows last"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_derivative_raises_whatever_was_copied(name: str, layout: str, device: torch.device) -> None:
+    shape, view = {
+        "contiguous": ((ROWS, N), lambda p: p),
+        "columns apart": ((ROWS, 2 * N), lambda p: p[:, ::2]),
+        "rows last": ((N, ROWS), lambda p: p.t()),
+    }[layout]
+    leaf = torch.randn(shape, device=device).requires_grad_()
+    loss = functions(device)[name](view(leaf)).sum()
+    (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        (loss + gradient.square().sum()).backward()
+
+
+@pytest.mark.parametrize("how", ["apart", "transposed"])
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_tensors_may_come_back_with_other_strides(name: str, how: str, device: torch.device) -> None:
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x, torch.full_like(x, 7)], -1)
+
+    pack, unpack = {
+        "apart": (apart, lambda x: x[..., 0]),
+        "transposed": (lambda x: x.t().contiguous() if x.dim() == 2 else x, lambda x: x.t()),
+    }[how]
+    function = functions(device)[name]
+    start = torch.randn(ROWS, N, device=device)
+    dout = torch.randn_like(function(start))
+    gradients = []
+    for hooked in (False, True):
+        leaf = start.clone().requires_grad_()
+        if hooked:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                out = function(leaf * 1)
+        else:
+            out = function(leaf * 1)
+        gradients.append(torch.autograd.grad(out, leaf, dout)[0])
+    assert torch.equal(*gradients)
