@@ -22,7 +22,7 @@ import torch
 
 from scripts.apply import apply_tree
 
-#: What each suite has to have run on a kernel; of the others nothing reaches the overlay in every place.
+#: The suites, and the entries that each must have run on a kernel.
 SUITES = {
     "fusions/test_swiglu_fusion.py": ("bias_swiglu_impl",),
     "transformer/test_mlp.py": (),
