@@ -152,8 +152,9 @@ def test_against_float64(
 ) -> None:
     tiles(count)
     assert module._split(vocabulary, count).count == count
-    for smoothing in SMOOTHINGS[: 1 if vocabulary == 1 else 2]:
-        inputs = make((3, 3), vocabulary, dtype, device)
+    # float16 differs from bfloat16 in the conversion only
+    for smoothing in SMOOTHINGS[: 1 if vocabulary == 1 or dtype == torch.float16 else 2]:
+        inputs = make((3, 2), vocabulary, dtype, device)
         got = run(linear_cross_entropy, *inputs, label_smoothing=smoothing)
         check(*inputs, got, label_smoothing=smoothing)
 
@@ -202,9 +203,9 @@ def test_labels_at_the_borders_of_tiles(device: torch.device, tiles: Tiles) -> N
 
 @pytest.mark.parametrize("smoothing", SMOOTHINGS)
 def test_many_tiles_and_one(smoothing: float, device: torch.device, tiles: Tiles) -> None:
-    inputs = make((9,), 250, torch.float32, device)
+    inputs = make((6,), 250, torch.float32, device)
     results = []
-    for count in (1, 2, 5, 16):
+    for count in (1, 2, 16):
         tiles(count)
         results.append(run(linear_cross_entropy, *inputs, label_smoothing=smoothing))
         check(*inputs, results[-1], label_smoothing=smoothing)
@@ -285,8 +286,9 @@ def test_the_last_tile_is_made_once(
         assert len(made) == expected
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
     with torch.no_grad():
-        unkept = linear_cross_entropy(hidden, weight, inputs[2], keep=keep)
-    assert torch.equal(unkept, loss)
+        assert torch.equal(linear_cross_entropy(hidden, weight, inputs[2], keep=keep), loss)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        assert linear_cross_entropy(hidden, weight, inputs[2], keep=keep).grad_fn.kept is None
 
 
 # --- Labels ---

@@ -37,8 +37,8 @@ def random_case(columns: int, tiles: int, dtype: torch.dtype, ranks: int, **opti
 def all_cases(ranks: int) -> dict[str, Case]:
     torch.manual_seed(0)
     cases = {}
-    for columns, tiles in ((5, 1), (100, 3)):
-        for dtype in (torch.bfloat16, torch.float32):
+    for columns, tiles, dtypes in ((5, 1, [torch.bfloat16]), (100, 3, [torch.bfloat16, torch.float32])):
+        for dtype in dtypes:
             for smoothing in (0.0, 0.1):
                 for sequence_parallel in (False, True):
                     options = {"label_smoothing": smoothing, "sequence_parallel": sequence_parallel}
@@ -82,7 +82,7 @@ def test_against_float64(name: str, results: dict[str, list[Any]]) -> None:
         exact, reach = a @ b, a.abs() @ b.abs()
         error = (got.double().view(exact.shape) - exact).abs()
         allowed = roundings * eps / 2 * reach + (ARITHMETIC + rounding) * reach + 2.0**-24
-        assert (error - allowed).max() <= 0, f"{(error - allowed).max():.2e} too far"
+        assert (error <= allowed).all(), f"{(error - allowed).max():.2e} too far"
 
     dlogits = torch.zeros(len(x), len(weight), dtype=torch.float64)
     smoothed = {"label_smoothing": options.get("label_smoothing", 0.0)}
