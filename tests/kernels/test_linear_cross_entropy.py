@@ -117,9 +117,10 @@ def check(
         assert gradient.shape == like.shape
         exact, reach = a @ b, a.abs() @ b.abs()
         error = (gradient.double().reshape(exact.shape) - exact).abs()
-        # One rounding of the result, and a float32 sum of two parts: over columns or tokens, and over tiles.
-        # A tile's gradient of the logits may differ by one unit of float32 before it is rounded.
-        allowed = torch.finfo(like.dtype).eps / 2 * exact.abs() + ARITHMETIC * reach + 2.0**-24
+        # One rounding of the result, and a float32 sum of many terms, whose roundings are as good as random.
+        sums = ARITHMETIC + 2.0**-24 * a.shape[1] ** 0.5
+        allowed = torch.finfo(like.dtype).eps / 2 * exact.abs() + sums * reach + 2.0**-24
+        # A logit's gradient may be rounded the other way where it is in the middle of two numbers.
         if like.dtype != torch.float32:
             allowed += 2.0**-15 * reach
         assert (error - allowed).max() <= 0, f"{(error - allowed).max():.2e} too far"
@@ -646,7 +647,7 @@ def test_peak_memory(vocabulary: int, most: int, fused: bool, device: torch.devi
     hidden.requires_grad_()
     weight.requires_grad_()
     main_grad = torch.zeros(weight.shape, device=device) if fused else None
-    linear_cross_entropy(hidden[:16], weight, target[:16], main_grad=main_grad).sum().backward()
+    linear_cross_entropy(hidden, weight, target, main_grad=main_grad).sum().backward()  # takes what lasts
     hidden.grad = weight.grad = None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
