@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64"}
 # The arguments through which the kernels of an op read and write whole rows.
 READ = {"swiglu": {"y", "partials"}, "cross": {"logits"}, "norm": {"x", "dweight_partials", "dbias_partials"}}
+WRITTEN = {"swiglu": {"out", "dy"}, "cross": {"dlogits"}, "norm": {"out", "dx"}}
 # Ops without kernels of their own, and the module whose kernels they launch.
 LAUNCHES = {"linear_cross_entropy": "cross_entropy"}
-WRITTEN = {"swiglu": {"out", "dy"}, "cross": {"dlogits"}, "norm": {"out", "dx"}}
 
 
 @dataclass(frozen=True)
