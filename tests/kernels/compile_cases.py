@@ -7,6 +7,7 @@ yields labels and calls.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -79,6 +80,27 @@ def cross_entropy(module: Any, warp_size: int, shared_memory: int) -> Cases:
         options = {"group": Group(), "label_smoothing": smoothing, "label_smoothing_scope": scope}
         label = f"two ranks, columns=18992, bf16, smoothing={smoothing}"
         yield label, partial(step, 18992, torch.bfloat16, **options)
+
+
+def linear_cross_entropy(module: Any, warp_size: int, shared_memory: int) -> Cases:
+    """Of a vocabulary in tiles: the first, which counts labels, one in the middle, the last."""
+    loss = sys.modules[module.launch_forward.__module__]  # where the kernels are
+    loss.choose_tile = partial(loss.choose_tile, warp_size=warp_size)
+
+    def step(vocabulary: int, count: int, dtype: torch.dtype, **options: Any) -> None:
+        module.choose_tiling = lambda rows, hidden_size, vocabulary, *_: module._split(vocabulary, count)
+        hidden, weight = leaf(6, 2, 16, dtype=dtype), leaf(vocabulary, 16, dtype=dtype)
+        target = torch.zeros(6, 2, dtype=torch.int64)
+        module.linear_cross_entropy(hidden, weight, target, **options).sum().backward()
+
+    # Odd in one tile; three tiles, of which the last is of the same size, is odd, or is narrow and odd.
+    for vocabulary, count in ((50257, 1), (12288, 3), (50257, 3), (41, 3)):
+        for name, dtype in DTYPES.items():
+            if name != "bf16" and vocabulary != 50257:
+                continue
+            for smoothing in (0.0,) if name == "fp16" else (0.0, 0.1):
+                label = f"vocabulary={vocabulary}, {count} tiles, {name}, smoothing={smoothing}"
+                yield label, partial(step, vocabulary, count, dtype, label_smoothing=smoothing)
 
 
 def norms(module: Any, warp_size: int, shared_memory: int) -> Cases:
