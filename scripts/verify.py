@@ -244,7 +244,11 @@ def plan(
     files_as_in = tuple(version for version in manifest.releases if version in common)
     document = _document(overlay, release, files_as_in, ops, adds + writes, bases)
     work = (*adds, *restores, *writes, *stale)
-    left = tuple(file for file in state.left if file.op in ops)
+    # What another overlay changed in a content that this one does not know is taken back, and then left.
+    unpinned = [
+        f for f in state.upstream if f.path in manifest.files and f.verdict == OVERLAID and not f.variant
+    ]
+    left = tuple(file for file in (*state.left, *unpinned) if file.op in ops)
     return Plan(_with_record(state.record, document, work), ops, release, files_as_in, bases, left)
 
 
