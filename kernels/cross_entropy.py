@@ -161,21 +161,25 @@ def _finite(b_max):
 
 
 @triton.jit
-def _accumulate(b_x, m, count, b_max, b_sum, b_shifted, SMOOTHED: tl.constexpr):
+def _accumulate(b_x, m, count, b_max, b_sum, b_lost, b_shifted, SMOOTHED: tl.constexpr):
     """Takes a tile into each lane's maximum and, relative to it, sums of exponentials and (SMOOTHED) values.
 
-    `count` is the number of values that each lane has had before.
+    `count` is the number of values that each lane has had before. A lane may hold most of a row's sum and
+    have hundreds of tiles to add: `b_lost` is what rounding has added too much (Kahan, 1965).
     """
     b_new = tl.maximum(b_max, tl.max(tl.max(b_x, axis=3), axis=0))
     b_reference = _finite(b_new)
     b_relative = b_x - b_reference[None, :, :, None]
-    b_sum = b_sum * _exponential(b_max - b_reference)
-    b_sum += tl.sum(tl.sum(_exponential(b_relative), axis=3), axis=0)
+    b_factor = _exponential(b_max - b_reference)
+    b_before = b_sum * b_factor
+    b_add = tl.sum(tl.sum(_exponential(b_relative), axis=3), axis=0) - b_lost * b_factor
+    b_sum = b_before + b_add
+    b_lost = (b_sum - b_before) - b_add
     if SMOOTHED:
         # All terms have one sign, so nothing cancels, however far the logits are from zero.
         b_shifted += count * (_finite(b_max) - b_reference)
         b_shifted += tl.sum(tl.sum(tl.where(m, b_relative, 0.0), axis=3), axis=0)
-    return b_new, b_sum, b_shifted
+    return b_new, b_sum, b_lost, b_shifted
 
 
 @triton.jit
@@ -244,17 +248,22 @@ def cross_entropy_forward_kernel(
     m_read = m_live[None, :, None, None]
     b_max = tl.full([ROWS, LANES], -INFINITY, dtype=tl.float32)
     b_sum = tl.zeros([ROWS, LANES], dtype=tl.float32)
+    b_lost = tl.zeros([ROWS, LANES], dtype=tl.float32)
     b_shifted = tl.zeros([ROWS, LANES], dtype=tl.float32)
     # A row without a label is not read; what comes of the zeros in its place is dropped at the end.
     o_last = columns // BLOCK * BLOCK
     o_stop = tl.where(tl.max(m_live.to(tl.int32), axis=0) > 0, o_last, 0)
     for o in tl.range(0, o_stop, BLOCK, num_stages=STAGES):
         b_x = tl.load(p_x + o, mask=m_read, other=0.0).to(tl.float32)
-        b_max, b_sum, b_shifted = _accumulate(b_x, m_read, o // LANES, b_max, b_sum, b_shifted, SMOOTHED)
+        b_max, b_sum, b_lost, b_shifted = _accumulate(
+            b_x, m_read, o // LANES, b_max, b_sum, b_lost, b_shifted, SMOOTHED
+        )
     for o in range(o_last, columns, BLOCK):
         m = m_read & (o_n < columns - o)
         b_x = tl.load(p_x + o, mask=m, other=-INFINITY).to(tl.float32)
-        b_max, b_sum, b_shifted = _accumulate(b_x, m, o // LANES, b_max, b_sum, b_shifted, SMOOTHED)
+        b_max, b_sum, b_lost, b_shifted = _accumulate(
+            b_x, m, o // LANES, b_max, b_sum, b_lost, b_shifted, SMOOTHED
+        )
 
     b_row_max = tl.max(b_max, axis=1)
     b_reference = _finite(b_row_max)
