@@ -8,8 +8,10 @@ some columns, in one buffer that every tile uses in its turn: the forward leaves
 backward makes the tile anew, writes its gradient over it and takes both products of that. The tile that the
 forward made last is still in the buffer when the backward starts there.
 
-The products are the vendor's library's. The gradient of the weight is whole in each tile; that of the hidden
-state is a sum over tiles, and is kept in float32 until it is complete.
+The products are the vendor's library's, with PyTorch's settings of it, as an output layer's are (where it
+splits a sum, `allow_bf16_reduced_precision_reduction` lets it add the parts in bfloat16). The gradient of the
+weight is whole in each tile; that of the hidden state is a sum over tiles, and is kept in float32 until it is
+complete.
 """
 
 from __future__ import annotations

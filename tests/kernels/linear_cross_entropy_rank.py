@@ -16,6 +16,7 @@ from cross_entropy_rank import count_collectives, join
 
 def main(rank: int, ranks: int, store: str, cases: str, results: str) -> None:
     device = join(rank, ranks, store)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     from liger_kernels import linear_cross_entropy as module
     from liger_kernels.launches import COLLECTIVES as COUNTED
     from liger_kernels.launches import LAUNCHES

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,16 @@ def check(
         if like.dtype != torch.float32:
             allowed += 2.0**-15 * reach
         assert (error - allowed).max() <= 0, f"{(error - allowed).max():.2e} too far"
+
+
+@pytest.fixture(autouse=True)
+def float32_sums() -> Iterator[None]:
+    """Where cuBLAS splits the sum of a small product, PyTorch lets it add the parts in the result's dtype."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = settings.allow_fp16_reduced_precision_reduction = False
+    yield
+    settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction = before
 
 
 Tiles = Callable[[int], None]
