@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from scripts import pair, parity
+from scripts import pair, parity, plots
 from scripts.apply import split_ops
 from scripts.errors import OverlayError, UsageError
 from scripts.manifest import Manifest, Release, load, span
@@ -93,6 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError("command line", "all, or one release or tree", found, f"leave --{name} away")
     if arguments.jobs is not None and arguments.jobs < 1:
         raise UsageError("--jobs", "1 or more", str(arguments.jobs), "leave it away")
+    if arguments.plot and not plots.available():
+        raise UsageError("--plot", "a Python that has matplotlib", sys.executable, "pip install matplotlib")
     manifest = load()
     overlay = load_overlay(manifest=manifest)
     ops = select_ops(overlay, split_ops(arguments.ops))
@@ -100,7 +102,11 @@ def run(arguments: argparse.Namespace) -> int:
     jobs = arguments.jobs or (1 if device == "cuda" else min(os.cpu_count() or 1, MAX_JOBS))
     begun = time.monotonic()
     checked = check(manifest, ops, device, jobs, arguments.timeout)
-    print("\n".join(text(checked, manifest, ops, time.monotonic() - begun)))
+    lines = text(checked, manifest, ops, time.monotonic() - begun)
+    print("\n".join(lines))
+    if arguments.plot:
+        cells = [row[: 1 + len(ops)] for row in _cells(checked, ops)]
+        plots.draw_matrix(cells, "Parity of every release with its own upstream", lines[0], arguments.plot)
     if arguments.markdown:
         arguments.markdown.write_text("\n".join(markdown(checked, ops)) + "\n", encoding="utf-8")
     if arguments.json:

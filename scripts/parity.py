@@ -76,6 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--markdown", type=path, metavar="FILE", help="with all: write the table as Markdown, too"
     )
+    parser.add_argument(
+        "--plot", type=path, metavar="FILE", help="with all: draw the table as a picture (PNG)"
+    )
     parser.add_argument("--wiring", action="store_true", help="imports, names and bindings only")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
@@ -92,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         ExpectationError: a process failed or the time ran out.
         OverlayError: whatever building the trees refuses.
     """
-    for name in ("jobs", "markdown"):
+    for name in ("jobs", "markdown", "plot"):
         if getattr(arguments, name) is not None:
             raise UsageError(
                 "command line", f"--{name} with all", "one release or tree", f"leave --{name} away"

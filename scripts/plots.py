@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of the benchmark: speed over an op's width, and memory. Needs matplotlib, once something is drawn."""
+"""Plots of the benchmark (speed over an op's width, and memory) and of parity (release by op).
+
+Needs matplotlib, once something is drawn.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,42 @@ def draw(rows: Sequence[Row], out: Path) -> list[Path]:
     if any(row.peak_mib is not None for row in measured):
         files.append(_save(_memory(measured), out / "memory.png"))
     return files
+
+
+#: What a cell of the parity picture says, by the first words that fit, and its colour.
+_VERDICTS = (
+    ("FAILED", "#D55E00", "failed"),
+    ("kernel", "#56B4E9", "on the kernel"),
+    ("not there", "#D9D9D9", "not in this release"),
+    ("", "#F0E442", "upstream's own"),
+)
+
+
+def draw_matrix(cells: Sequence[Sequence[str]], title: str, note: str, file: Path) -> Path:
+    """Draw parity's table: ``cells`` are rows of a release's name and a cell for each op, a header first."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
+
+    (_, *ops), *rows = cells
+    figure = Figure(figsize=(2.2 + 2.3 * len(ops), 1.6 + 0.27 * len(rows)), layout="constrained")
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    axis = figure.add_subplot()
+    for y, (_, *row) in enumerate(rows):
+        for x, cell in enumerate(row):
+            words, colour, _ = next(verdict for verdict in _VERDICTS if cell.startswith(verdict[0]))
+            axis.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
+            more = cell.removeprefix(words).lstrip("; ")
+            axis.text(x + 0.5, y + 0.5, more, ha="center", va="center", fontsize=6)
+    axis.set(xlim=(0, len(ops)), ylim=(len(rows), 0))
+    axis.set_xticks([x + 0.5 for x in range(len(ops))], ops)
+    axis.set_yticks([y + 0.5 for y in range(len(rows))], [row[0] for row in rows])
+    axis.xaxis.tick_top()
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    axis.set_xlabel(note, fontsize=7, color="#555555", loc="left")
+    handles = [Patch(facecolor=colour, label=label) for _, colour, label in _VERDICTS]
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=8)
+    return _save(figure, file)
 
 
 def _save(figure: Any, file: Path) -> Path:

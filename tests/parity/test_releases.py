@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts import matrix, pair, parity, source
+from scripts import matrix, pair, parity, plots, source
 from scripts.errors import SourceError, UsageError
 from scripts.manifest import Release, load
 from scripts.overlay import load_overlay
@@ -145,7 +145,15 @@ def test_a_release_that_cannot_be_had_is_a_row_and_a_failure(
     monkeypatch.setattr(matrix, "check_release", check)
     table = tmp_path / "table.md"
     words = ["all", "--device", "cpu", "--ops", "swiglu", "--markdown", str(table), "--jobs", "2"]
-    assert parity.main(words) == 1
+    drawn: list[Any] = []
+    monkeypatch.setattr(matrix.plots, "available", lambda: True)
+    monkeypatch.setattr(matrix.plots, "draw_matrix", lambda *picture: drawn.append(picture))
+    assert parity.main([*words, "--plot", str(tmp_path / "table.png")]) == 1
+    ((cells, _, note, file),) = drawn
+    assert cells[0] == ("release", "swiglu")
+    assert ("0.14.0", "FAILED") in cells
+    assert note.startswith("CPU")
+    assert file == tmp_path / "table.png"
     said = capsys.readouterr()
     assert "0.14.0 FAILED, 0 s" in said.err
     lines = said.out.splitlines()
@@ -161,6 +169,23 @@ def test_a_release_that_cannot_be_had_is_a_row_and_a_failure(
     assert "| 0.14.0 | FAILED | none | 0 | 1 FAILED |" in page
 
 
+@pytest.mark.skipif(not plots.available(), reason="draws only where matplotlib is")
+def test_the_picture(tmp_path: Path) -> None:
+    cells = [
+        ("release", "swiglu", "norms"),
+        ("1", "kernel; x not there", "FAILED"),
+        ("2", "not there", "kernel"),
+    ]
+    file = plots.draw_matrix(cells, "title", "note", tmp_path / "picture.png")
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix.plots, "available", lambda: False)
+    with pytest.raises(UsageError, match="matplotlib"):
+        parity.main(["all", "--plot", "x.png"])
+
+
 @pytest.mark.parametrize(
     ("words", "found"),
     [
@@ -170,6 +195,7 @@ def test_a_release_that_cannot_be_had_is_a_row_and_a_failure(
         (["all", "--ops", "nonsense"], "nonsense"),
         (["megatron==0.16.1", "--jobs", "2"], "one release or tree"),
         (["megatron==0.16.1", "--markdown", "x.md"], "one release or tree"),
+        (["megatron==0.16.1", "--plot", "x.png"], "one release or tree"),
     ],
 )
 def test_arguments_that_do_not_go_together(words: list[str], found: str) -> None:
