@@ -190,17 +190,27 @@ def _installed(tree: Tree, planned: Plan, record: Record | None) -> Installed | 
     if path is None:
         return None
     before = tree.read(path) or b""
-    return Installed(path, before, installed_after(before, planned, record))
+    after = installed_after(before, planned, record)
+    left = installs.orphan(after, record.known() if record else {}, planned.after())
+    if left is not None:
+        raise unlike_record(left)
+    return Installed(path, before, after)
+
+
+def unlike_record(path: str) -> StateError:
+    """The refusal of a file that somebody replaced after its line in RECORD was written for the overlay."""
+    expected = "upstream's file or the extended one, since RECORD of the installed package names that"
+    return StateError(path, expected, "neither", "restore upstream's file, then retry")
 
 
 def installed_after(before: bytes, planned: Plan, record: Record | None) -> bytes:
     """RECORD's bytes for the planned tree, whatever state ``before`` is in."""
     known = record.known() if record else {}
-    bases = dict(planned.bases)
+    # A run that was cut short may have listed a file of another op as extended, and not have got to it.
+    bases = {**planned.others, **planned.bases}
     for action in planned.actions:
         known.setdefault(action.path, []).append(sha256(action.after))
         if action.kind == "restore":
-            bases[action.path] = action.after
             known[action.path].append(sha256(action.before or b""))
         elif action.kind == "extend" and action.before is not None:
             known[action.path].append(sha256(action.before))

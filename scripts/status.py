@@ -18,6 +18,7 @@ from scripts.verify import (
     MISSING,
     OVERLAID,
     PRISTINE,
+    UNKNOWN,
     FileState,
     State,
     inspect,
@@ -64,12 +65,17 @@ def judge(tree: Tree, state: State, manifest: Manifest, overlay: Overlay) -> str
     if any(f.verdict == EDITED for f in files) or tree.in_the_way(f.path for f in state.added):
         return "changed by hand (or files in the overlay's place)"
     touched = [f for f in files if f.verdict == OVERLAID]
+    overlaid = bool(touched or state.record)
+    ops = state.record.ops if state.record else state.ops
+    wrong = [
+        f.path for f in state.upstream if f.verdict in (UNKNOWN, MISSING) and (f.op in ops or not overlaid)
+    ]
+    if wrong:
+        return f"not supported as it is ({', '.join(wrong)})" + (", and overlaid in part" if overlaid else "")
     if tree.leftovers([f.path for f in files] + [RECORD], PACKAGE):
         return HALF
-    if not touched and state.record is None:
-        wrong = [f.path for f in state.upstream if f.verdict not in (PRISTINE, ABSENT)]
-        return f"not supported as it is ({', '.join(wrong)})" if wrong else "pristine"
-    ops = state.record.ops if state.record else state.ops
+    if not overlaid:
+        return "pristine"
     if ops and set(ops) <= set(overlay.ops) and _differs(tree, ops, manifest, overlay) is None:
         what = f"overlaid, version {overlay.version}, ops {', '.join(ops)}"
         problem = _not_installed(tree, ops, manifest, overlay)

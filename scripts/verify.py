@@ -93,7 +93,8 @@ class Plan:
     """What apply writes, in order, the record first.
 
     A tree that was overlaid otherwise before gets a record that also names the old hashes first, and the
-    final one last, so that every state in between is recognised.
+    final one last, so that every state in between is recognised. ``bases`` are upstream's bytes of the files
+    that get a tail, ``others`` those of the files that shall have none.
     """
 
     actions: tuple[Action, ...]
@@ -101,6 +102,7 @@ class Plan:
     release: Release | None
     files_as_in: tuple[str, ...]
     bases: Mapping[str, bytes] = field(default_factory=dict)
+    others: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def changes(self) -> bool:
@@ -231,7 +233,23 @@ def plan(
     files_as_in = tuple(version for version in manifest.releases if version in common)
     document = _document(overlay, release, files_as_in, ops, adds + extends, bases)
     work = (*adds, *restores, *extends, *stale)
-    return Plan(_with_record(state.record, document, work), ops, release, files_as_in, bases)
+    others = {path: base for path, base in known_bases(state).items() if path not in bases}
+    return Plan(_with_record(state.record, document, work), ops, release, files_as_in, bases, others)
+
+
+def known_bases(state: State) -> dict[str, bytes]:
+    """Upstream's bytes of each file of which they are known: by a pin, or by the record of the tree."""
+    files = state.record.files if state.record else {}
+    return {
+        file.path: file.base
+        for file in state.upstream
+        if file.base is not None
+        and (
+            file.variant is not None
+            or file.verdict == OVERLAID
+            or sha256(file.base) == files.get(file.path, {}).get("before")
+        )
+    }
 
 
 def _with_record(
