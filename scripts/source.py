@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -121,26 +122,54 @@ def wheel_arguments(filename: str) -> list[str]:
 
 
 def pip_download(requirement: str, folder: Path, arguments: list[str], filename: str) -> Path:
-    """Run ``pip download``; raises SourceError unless ``filename`` is in ``folder`` afterwards."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    """Run ``pip download``, again where the network was at fault.
+
+    Raises SourceError, which says where pip looked, unless ``filename`` is in ``folder`` afterwards.
+    """
+    pip = [sys.executable, "-m", "pip", "download", "--progress-bar", "off", "--disable-pip-version-check"]
     pip += [*arguments, "--dest", str(folder), requirement]
-    done = subprocess.run(
-        pip,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=pip_environment(),
-    )
     target = folder / filename
-    if done.returncode == 0 and target.is_file():
-        return target
-    said = [text for text in done.stderr.splitlines() if text.strip() and "WARNING" not in text]
-    brought = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+    for attempt in range(1, len(_PAUSES_S) + 2):
+        done = subprocess.run(
+            pip,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=pip_environment(),
+        )
+        if done.returncode == 0 and target.is_file():
+            return target
+        said = [text for text in done.stderr.splitlines() if text.strip() and "WARNING" not in text]
+        brought = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+        found = said[-1].strip() if said else brought
+        if attempt > len(_PAUSES_S) or not _TRANSIENT.search(done.stderr):
+            break
+        pause = _PAUSES_S[attempt - 1]
+        print(f"{filename}: {found}; trying again in {pause} s", file=sys.stderr, flush=True)
+        time.sleep(pause)
+    found += f"; looked in {_looked(done.stdout)}" + (f", {attempt} times" if attempt > 1 else "")
     remedy = pip_remedy(done.stderr, folder) or (
         f"check pip's access to PyPI, or put {filename} into a folder and set PIP_FIND_LINKS to it"
     )
-    raise SourceError(filename, "pip to download it", said[-1].strip() if said else brought, remedy)
+    raise SourceError(filename, "pip to download it", found, remedy)
+
+
+# Between the attempts, on top of pip's own: a registry or a proxy that restarts.
+_PAUSES_S = (5, 20)
+_TRANSIENT = re.compile(
+    r"connection (broken|aborted|reset|refused|error)|connectionerror|timed? ?out|temporary failure|"
+    r"incompleteread|remote end closed|HTTP error (429|5\d\d)|too many 5\d\d|Max retries exceeded",
+    re.IGNORECASE,
+)
+
+
+def _looked(said: str) -> str:
+    """Where pip says that it looked, passwords starred; it names PyPI, its default, only beside others."""
+    places = [text.partition(": ")[2] for text in said.splitlines() if text.startswith("Looking in ")]
+    if not any(text.startswith("Looking in indexes") for text in said.splitlines()):
+        places.append("PyPI, if pip's no-index is not set")
+    return ", ".join(places)
 
 
 def pip_remedy(said: str, folder: Path) -> str | None:
