@@ -132,8 +132,7 @@ def pip_download(requirement: str, folder: Path, arguments: list[str], filename:
     for attempt in range(1, len(_PAUSES_S) + 2):
         done = subprocess.run(
             pip,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             errors="replace",
             env=pip_environment(),
