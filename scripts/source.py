@@ -18,7 +18,7 @@ from pathlib import Path
 
 from scripts.errors import SourceError, UsageError, quoted
 from scripts.files import locked, move_away, require_folder, working
-from scripts.manifest import PinnedFile, Release
+from scripts.manifest import Manifest, PinnedFile, Release
 from scripts.overlay import ROOT
 
 CACHE = ROOT / "build" / "cache"
@@ -98,6 +98,37 @@ def fetch_file(release: Release, wheel: PinnedFile, cache: Path = CACHE) -> Path
                     )
                 os.replace(found, target)
     return target
+
+
+def take(wheel: Path, manifest: Manifest, cache: Path | None = None) -> tuple[Release, PinnedFile]:
+    """Put a wheel that somebody has into ``cache``, where ``fetch_file`` finds it; its release and its pin.
+
+    Its bytes decide, not its name. Raises SourceError, before the file is opened as a wheel, for one that is
+    not pinned or cannot be read, TreeError when the cache cannot be written.
+    """
+    cache = CACHE if cache is None else cache
+    try:
+        found = digest(wheel)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise SourceError(wheel, "a wheel of upstream's", reason, "give the path of a file") from None
+    known = ((r, pin) for r in manifest.releases.values() for pin in r.wheels if pin.sha256 == found)
+    release, pin = next(known, (None, None))
+    if release is None or pin is None:
+        remedy = "give upstream's own file of a pinned release, or megatron==VERSION to have it downloaded"
+        raise SourceError(wheel, "a wheel whose sha256 is pinned", f"sha256 {found}", remedy)
+    with working(cache):
+        require_folder(cache)
+        cache.mkdir(parents=True, exist_ok=True)
+        with locked(cache), tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
+            copy = Path(shutil.copyfile(wheel, Path(folder, pin.filename)))
+            if digest(copy) != pin.sha256:
+                remedy = "repeat, and leave the file alone meanwhile"
+                raise SourceError(
+                    wheel, f"sha256 {pin.sha256}", "bytes that changed while it was read", remedy
+                )
+            os.replace(copy, cache / pin.filename)
+    return release, pin
 
 
 def download(version: str, filename: str, folder: Path) -> Path:
