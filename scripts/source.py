@@ -84,9 +84,7 @@ def fetch_file(release: Release, wheel: PinnedFile, cache: Path = CACHE) -> Path
         with locked(cache) as alone:
             if target.is_file() and digest(target) == wheel.sha256:
                 return target  # another run has brought it in the meantime
-            # Of runs that were killed: the lock keeps live ones out.
-            for stale in cache.glob("download-????????") if alone else ():
-                shutil.rmtree(stale, ignore_errors=True)
+            _sweep(cache, alone)
             if target.is_dir():
                 raise SourceError(target, "a wheel, or nothing", "a folder", move_away(target))
             with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
