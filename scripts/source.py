@@ -118,15 +118,22 @@ def take(wheel: Path, manifest: Manifest, cache: Path | None = None) -> tuple[Re
     with working(cache):
         require_folder(cache)
         cache.mkdir(parents=True, exist_ok=True)
-        with locked(cache), tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
-            copy = Path(shutil.copyfile(wheel, Path(folder, pin.filename)))
-            if digest(copy) != pin.sha256:
-                remedy = "repeat, and leave the file alone meanwhile"
-                raise SourceError(
-                    wheel, f"sha256 {pin.sha256}", "bytes that changed while it was read", remedy
-                )
-            os.replace(copy, cache / pin.filename)
+        with locked(cache) as alone:
+            _sweep(cache, alone)
+            with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
+                copy = Path(shutil.copyfile(wheel, Path(folder, pin.filename)))
+                if digest(copy) != pin.sha256:
+                    remedy = "repeat, and leave the file alone meanwhile"
+                    found = "bytes that changed while it was read"
+                    raise SourceError(wheel, f"sha256 {pin.sha256}", found, remedy)
+                os.replace(copy, cache / pin.filename)
     return release, pin
+
+
+def _sweep(cache: Path, alone: bool) -> None:
+    """Take away what killed runs left: the lock keeps live ones out."""
+    for stale in cache.glob("download-????????") if alone else ():
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def download(version: str, filename: str, folder: Path) -> Path:
