@@ -36,20 +36,25 @@ def errors(
     return [ranks[0]["error"] for ranks in found]
 
 
-def test_another_version_on_one_of_four(tmp_path: Path, overlaid_tree: Path) -> None:
+def test_another_version_and_another_set_of_ops_on_one_of_four_each(
+    tmp_path: Path, overlaid_tree: Path, release_tree: Callable[..., Path]
+) -> None:
     later = tmp_path / "later"
     shutil.copytree(overlaid_tree, later)
     version = later / LIGER / "version.py"
     text = version.read_text(encoding="utf-8")
     assert text.count("OVERLAY_VERSION = 1") == 1
     version.write_text(text.replace("OVERLAY_VERSION = 1", "OVERLAY_VERSION = 2"), encoding="utf-8")
-    found = errors(tmp_path, [overlaid_tree, overlaid_tree, overlaid_tree, later])
-    for error in found:
+    for error in errors(tmp_path, [overlaid_tree, overlaid_tree, release_tree("cross_entropy"), later]):
         assert error is not None
         assert error.startswith(
             "RankError: cross_entropy: ranks 0, 1, 2, 3 share a loss and do not run the same"
         )
-        assert "rank 3 differs: ranks 0, 1, 2 with overlay=1; rank 3 with overlay=2." in error
+        assert "ranks 2, 3 differ: " in error
+        assert (
+            "rank 2 with ops=cross_entropy, overlay=1; rank 3 with ops=swiglu,cross_entropy,norms, overlay=2."
+            in error
+        )
 
 
 def test_one_of_four_without_the_overlay(tmp_path: Path, overlaid_tree: Path, pristine_tree: Path) -> None:
@@ -62,15 +67,6 @@ def test_one_of_four_without_the_overlay(tmp_path: Path, overlaid_tree: Path, pr
         assert "rank 1 differs: ranks 0, 2, 3 on the kernel; rank 1 without an answer within 3 s" in error
     assert found[1] is not None
     assert found[1].startswith(("RuntimeError: ", "DistBackendError: "))
-
-
-def test_another_set_of_ops_on_one_rank(
-    tmp_path: Path, overlaid_tree: Path, release_tree: Callable[..., Path]
-) -> None:
-    for error in errors(tmp_path, [overlaid_tree, release_tree("cross_entropy")]):
-        assert error is not None
-        assert error.startswith("RankError: cross_entropy: ranks 0, 1 share a loss and do not run the same")
-        assert "rank 1 with ops=cross_entropy." in error
 
 
 def test_a_rank_that_dies_inside_the_collective(tmp_path: Path, overlaid_tree: Path) -> None:
