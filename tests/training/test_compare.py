@@ -151,17 +151,22 @@ def test_what_compares_nothing_fails(
     assert {check.name for check in result.checks if not check.passed} == failed
 
 
-def test_without_the_flag_the_checks_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_flag_chooses_and_a_failed_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
 
-    def fake(name: str) -> Callable[..., train.Result]:
-        return lambda *_: called.append(name) or train.Result()
+    def fake(name: str, passed: bool) -> Callable[..., train.Result]:
+        def measured(*_: object) -> train.Result:
+            called.append(name)
+            return train.Result([train.Check("first", passed, ""), train.Check("second", True, "")])
 
-    monkeypatch.setattr(train, "train", fake("checks"))
-    monkeypatch.setattr(compare, "compare", fake("table"))
-    for flag in ([], ["--compare"]):
-        assert train.run(arguments("megatron==0.16.1", "--device", "cpu", *flag)) == 0
-    assert called == ["checks", "table"]
+        return measured
+
+    for passed, code in ((True, 0), (False, 1)):
+        monkeypatch.setattr(train, "train", fake("checks", passed))
+        monkeypatch.setattr(compare, "compare", fake("table", passed))
+        for flag in ([], ["--compare"]):
+            assert train.run(arguments("megatron==0.16.1", "--device", "cpu", *flag)) == code
+    assert called == ["checks", "table"] * 2
 
 
 @pytest.mark.parametrize(
