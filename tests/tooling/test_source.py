@@ -85,6 +85,21 @@ def _contents(path: Path) -> dict[str, bytes]:
     return {name: data for name, _, data in source.members(path)}
 
 
+def test_a_folder_in_the_wheels_place(shop: tuple[Path, Release], tmp_path: Path) -> None:
+    (tmp_path / "cache" / NAME).mkdir(parents=True)
+    with pytest.raises(SourceError) as caught:
+        source.fetch(shop[1], "3.11", "x86_64", tmp_path / "cache")
+    assert caught.value.found == "a folder"
+    assert (tmp_path / "cache" / NAME).is_dir()
+
+
+@pytest.mark.parametrize("name", ["megatron_core-1.0.tar.gz", "megatron_core-1.0-py3-none-any.whl"])
+def test_a_pin_that_is_no_wheel_of_a_python(name: str, tmp_path: Path) -> None:
+    release = Release("1.0", (PinnedFile(name, "0" * 64),))
+    with pytest.raises(SourceError, match="correct the pin"):
+        source.fetch_file(release, release.wheels[0], tmp_path / "cache")
+
+
 def test_no_wheel_to_be_had(shop: tuple[Path, Release], tmp_path: Path) -> None:
     folder, release = shop
     (folder / NAME).unlink()
