@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from scripts import apply, source, wheel
 from scripts.errors import SourceError
 from scripts.manifest import Manifest, PinnedFile, Release, load
 from scripts.overlay import PACKAGE, RECORD, load_overlay
+from scripts.record import line
 from scripts.wheelpack import read_licenses, read_wheel, repack
 
 SWIGLU = "megatron/core/fusions/fused_bias_swiglu.py"
@@ -99,6 +101,20 @@ def test_a_file_that_is_no_wheel_of_megatron_core(
     said(capsys, "status", "--wheel", damaged, code=4)
     said(capsys, "status", "--wheel", tmp_path, code=4)
     said(capsys, "status", "--wheel", tmp_path / "none-1-py3-none-any.whl", code=4)
+
+
+def test_a_wheel_of_another_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {
+        "other/__init__.py": b"",
+        "other-1.dist-info/METADATA": b"Metadata-Version: 2.1\nName: other\nVersion: 1\n",
+    }
+    rows = [line(path, data) for path, data in files.items()]
+    files["other-1.dist-info/RECORD"] = b"\n".join([*rows, b"other-1.dist-info/RECORD,,\n"])
+    other = tmp_path / "other-1-py3-none-any.whl"
+    with zipfile.ZipFile(other, "w") as archive:
+        for path, data in files.items():
+            archive.writestr(path, data)
+    assert "give megatron-core's" in said(capsys, "status", "--wheel", other, code=5)
 
 
 @pytest.mark.parametrize(

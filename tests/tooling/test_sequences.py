@@ -172,7 +172,7 @@ class Life:
 def test_any_sequence_ends_in_a_state_that_is_named_and_mended(form: str) -> None:
     make = installed_world if form == "installed" else lambda root: make_world(root).write()
 
-    @settings(deadline=None, max_examples=100)
+    @settings(deadline=None, max_examples=60)
     @given(steps=st.lists(STEPS, min_size=1, max_size=7))
     def sequence(steps: list[tuple[Any, ...]]) -> None:
         with tempfile.TemporaryDirectory() as folder:
