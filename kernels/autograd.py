@@ -55,10 +55,11 @@ def may_overwrite(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     does not check whether those were written to.
     """
     owner = x if x._base is None else x._base
-    return not (x.is_leaf or owner.is_leaf or _hooked() or overlaps(x) or shares_memory(x, *others))
+    return not (x.is_leaf or owner.is_leaf or hooked() or overlaps(x) or shares_memory(x, *others))
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
+    """Whether hooks on saved tensors (offloading, recomputation) are at work."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(False) is not None
 

@@ -161,21 +161,25 @@ def _finite(b_max):
 
 
 @triton.jit
-def _accumulate(b_x, m, count, b_max, b_sum, b_shifted, SMOOTHED: tl.constexpr):
+def _accumulate(b_x, m, count, b_max, b_sum, b_lost, b_shifted, SMOOTHED: tl.constexpr):
     """Takes a tile into each lane's maximum and, relative to it, sums of exponentials and (SMOOTHED) values.
 
-    `count` is the number of values that each lane has had before.
+    `count` is the number of values that each lane has had before. A lane may hold most of a row's sum and
+    have hundreds of tiles to add: `b_lost` is what rounding has added too much (Kahan, 1965).
     """
     b_new = tl.maximum(b_max, tl.max(tl.max(b_x, axis=3), axis=0))
     b_reference = _finite(b_new)
     b_relative = b_x - b_reference[None, :, :, None]
-    b_sum = b_sum * _exponential(b_max - b_reference)
-    b_sum += tl.sum(tl.sum(_exponential(b_relative), axis=3), axis=0)
+    b_factor = _exponential(b_max - b_reference)
+    b_before = b_sum * b_factor
+    b_add = tl.sum(tl.sum(_exponential(b_relative), axis=3), axis=0) - b_lost * b_factor
+    b_sum = b_before + b_add
+    b_lost = (b_sum - b_before) - b_add
     if SMOOTHED:
         # All terms have one sign, so nothing cancels, however far the logits are from zero.
         b_shifted += count * (_finite(b_max) - b_reference)
         b_shifted += tl.sum(tl.sum(tl.where(m, b_relative, 0.0), axis=3), axis=0)
-    return b_new, b_sum, b_shifted
+    return b_new, b_sum, b_lost, b_shifted
 
 
 @triton.jit
@@ -198,7 +202,9 @@ UNSPECIALISED = (
     "vocab_start",
     "vocab_size",
     "ignore_index",
-    "ranks",
+    "shards",
+    "tiles",
+    "last_columns",
     "rank",
 )
 
@@ -244,17 +250,22 @@ def cross_entropy_forward_kernel(
     m_read = m_live[None, :, None, None]
     b_max = tl.full([ROWS, LANES], -INFINITY, dtype=tl.float32)
     b_sum = tl.zeros([ROWS, LANES], dtype=tl.float32)
+    b_lost = tl.zeros([ROWS, LANES], dtype=tl.float32)
     b_shifted = tl.zeros([ROWS, LANES], dtype=tl.float32)
     # A row without a label is not read; what comes of the zeros in its place is dropped at the end.
     o_last = columns // BLOCK * BLOCK
     o_stop = tl.where(tl.max(m_live.to(tl.int32), axis=0) > 0, o_last, 0)
     for o in tl.range(0, o_stop, BLOCK, num_stages=STAGES):
         b_x = tl.load(p_x + o, mask=m_read, other=0.0).to(tl.float32)
-        b_max, b_sum, b_shifted = _accumulate(b_x, m_read, o // LANES, b_max, b_sum, b_shifted, SMOOTHED)
+        b_max, b_sum, b_lost, b_shifted = _accumulate(
+            b_x, m_read, o // LANES, b_max, b_sum, b_lost, b_shifted, SMOOTHED
+        )
     for o in range(o_last, columns, BLOCK):
         m = m_read & (o_n < columns - o)
         b_x = tl.load(p_x + o, mask=m, other=-INFINITY).to(tl.float32)
-        b_max, b_sum, b_shifted = _accumulate(b_x, m, o // LANES, b_max, b_sum, b_shifted, SMOOTHED)
+        b_max, b_sum, b_lost, b_shifted = _accumulate(
+            b_x, m, o // LANES, b_max, b_sum, b_lost, b_shifted, SMOOTHED
+        )
 
     b_row_max = tl.max(b_max, axis=1)
     b_reference = _finite(b_row_max)
@@ -301,16 +312,19 @@ def cross_entropy_combine_kernel(
     rows,
     inner,
     columns,
-    ranks,
+    last_columns,
+    shards,
+    tiles,
     rank,
     ignore_index,
     smoothing,
     spread,
     ROWS: tl.constexpr,
 ):
-    """`gathered` `[ranks, rows, 4 or 5]` to `loss` and `statistics` `[rows, 2]`, in rank order.
+    """`gathered` `[shards, rows, 4 or 5]` to `loss` and `statistics` `[rows, 2]`, in the order of the shards.
 
-    Label smoothing spreads over the shard of `rank`, or, where that is None, over all.
+    Each rank has `tiles` shards of `columns` entries, but for its last one of `last_columns`. Label smoothing
+    spreads over the shards of `rank`, or, where that is None, over all.
     """
     SMOOTHED: tl.constexpr = smoothing is not None
     WIDTH: tl.constexpr = 5 if SMOOTHED else 4
@@ -320,30 +334,30 @@ def cross_entropy_combine_kernel(
     b_target = tl.load(target + o_target, mask=m_r, other=-1)
     m_live = m_r & (b_target >= 0) & (b_target != ignore_index)
     o_gathered = o_r.to(tl.int64) * WIDTH
-    stride_rank = rows.to(tl.int64) * WIDTH
+    stride_shard = rows.to(tl.int64) * WIDTH
 
     b_max = tl.full([ROWS], -INFINITY, dtype=tl.float32)
-    for i_rank in range(ranks):
-        p_rank = gathered + i_rank * stride_rank + o_gathered
-        b_max = tl.maximum(b_max, tl.load(p_rank, mask=m_r, other=0.0))
+    for i_shard in range(shards):
+        p_shard = gathered + i_shard * stride_shard + o_gathered
+        b_max = tl.maximum(b_max, tl.load(p_shard, mask=m_r, other=0.0))
     b_sum = tl.zeros([ROWS], dtype=tl.float32)
     b_relative = tl.zeros([ROWS], dtype=tl.float32)
     b_shifted = tl.zeros([ROWS], dtype=tl.float32)
-    for i_rank in range(ranks):
-        p_rank = gathered + i_rank * stride_rank + o_gathered
-        b_rank_max = tl.load(p_rank, mask=m_r, other=0.0)
-        b_sum += tl.load(p_rank + 1, mask=m_r, other=0.0) * _exponential(b_rank_max - b_max)
-        b_at_target = tl.load(p_rank + 2, mask=m_r, other=0.0)
-        m_here = tl.load(p_rank + 3, mask=m_r, other=0.0) > 0.0
+    for i_shard in range(shards):
+        p_shard = gathered + i_shard * stride_shard + o_gathered
+        b_shard_max = tl.load(p_shard, mask=m_r, other=0.0)
+        b_sum += tl.load(p_shard + 1, mask=m_r, other=0.0) * _exponential(b_shard_max - b_max)
+        b_at_target = tl.load(p_shard + 2, mask=m_r, other=0.0)
+        m_here = tl.load(p_shard + 3, mask=m_r, other=0.0) > 0.0
         b_relative += tl.where(m_here, b_at_target - b_max, 0.0)
         if SMOOTHED:
-            b_rank_shifted = tl.load(p_rank + 4, mask=m_r, other=0.0) + columns * (
-                _finite(b_rank_max) - b_max
-            )
+            size = tl.where(i_shard % tiles == tiles - 1, last_columns, columns)
+            b_shard_shifted = tl.load(p_shard + 4, mask=m_r, other=0.0)
+            b_shard_shifted += size * (_finite(b_shard_max) - b_max)
             if rank is None:
-                b_shifted += b_rank_shifted
+                b_shifted += b_shard_shifted
             else:
-                b_shifted += tl.where(i_rank == rank, b_rank_shifted, 0.0)
+                b_shifted += tl.where(i_shard // tiles == rank, b_shard_shifted, 0.0)
 
     b_loss = _loss(b_sum, b_relative, b_shifted, smoothing, spread)
     tl.store(loss + o_r, tl.where(m_live, b_loss, 0.0), mask=m_r)
@@ -493,7 +507,7 @@ def _out_of_range(device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Options:
+class Options:
     """What a loss needs beside its tensors, the same in forward and backward."""
 
     group: torch.distributed.ProcessGroup | None  # None: the vocabulary is whole
@@ -507,28 +521,34 @@ class _Options:
     spread: float | None
     partition: bool
     in_place: bool
+    name: str  # by which launches and collectives are counted
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token in the statistics of a shard."""
+        return 4 if self.smoothing is None else 5
 
 
-def _forward(
-    logits: torch.Tensor, strides: tuple[int, int], target: torch.Tensor, options: _Options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss, and each token's maximum and sum of exponentials over the whole vocabulary."""
+def launch_forward(
+    logits: torch.Tensor,
+    strides: tuple[int, int],
+    target: torch.Tensor,
+    statistics: torch.Tensor,
+    loss: torch.Tensor | None,
+    options: Options,
+    counts_labels: bool = True,
+) -> None:
+    """Writes `loss` and `statistics` `[tokens, 2]`; without `loss`, a shard's `[tokens, options.width]`."""
     rows, columns = target.numel(), logits.shape[-1]
     target, strides_target = _as_tokens(target, target.dim())
-    loss = torch.empty(target.shape, dtype=torch.float32, device=logits.device)
-    statistics = torch.empty((rows, 2), dtype=torch.float32, device=logits.device)
-    width = 2 if options.group is None else 4 if options.smoothing is None else 5
-    shard = (
-        statistics if width == 2 else torch.empty((rows, width), dtype=torch.float32, device=logits.device)
-    )
     tile = choose_tile(columns, logits.element_size(), _aligned(logits, strides))
     with device_guard(logits):
         cross_entropy_forward_kernel[(-(-rows // tile.rows),)](
             logits,
             target,
-            shard,
-            loss if options.group is None else None,
-            _out_of_range(logits.device),
+            statistics,
+            loss,
+            _out_of_range(logits.device) if counts_labels else None,
             *strides,
             *strides_target,
             rows,
@@ -542,13 +562,32 @@ def _forward(
             **tile.constants(),
             num_warps=tile.warps,
         )
-        LAUNCHES["cross_entropy_forward"] += 1
-        if options.group is None:
-            return loss, statistics
+    LAUNCHES[f"{options.name}_forward"] += 1
 
-        gathered = torch.empty((options.ranks * rows, width), dtype=torch.float32, device=logits.device)
-        torch.distributed.all_gather_into_tensor(gathered, shard, group=options.group)
-        COLLECTIVES["cross_entropy"] += 1
+
+def launch_combine(
+    shard: torch.Tensor,
+    target: torch.Tensor,
+    statistics: torch.Tensor,
+    loss: torch.Tensor,
+    columns: int,
+    options: Options,
+    last_columns: int | None = None,
+) -> None:
+    """Writes `loss` and `statistics` `[tokens, 2]` from each rank's `shard` `[tiles, tokens, options.width]`.
+
+    A tile is of `columns` entries, the last of `last_columns`.
+    """
+    rows, tiles = target.numel(), shard.shape[0]
+    target, strides_target = _as_tokens(target, target.dim())
+    gathered = shard
+    with device_guard(shard):
+        if options.group is not None:
+            gathered = torch.empty(
+                (options.ranks * tiles * rows, options.width), dtype=torch.float32, device=shard.device
+            )
+            torch.distributed.all_gather_into_tensor(gathered, shard.flatten(0, 1), group=options.group)
+            COLLECTIVES[options.name] += 1
         cross_entropy_combine_kernel[(COMBINE.row_blocks(rows),)](
             gathered,
             target,
@@ -558,7 +597,9 @@ def _forward(
             rows,
             _inner(target),
             columns,
-            options.ranks,
+            columns if last_columns is None else last_columns,
+            options.ranks * tiles,
+            tiles,
             options.rank if options.partition else None,
             options.ignore_index,
             options.smoothing,
@@ -566,11 +607,26 @@ def _forward(
             ROWS=COMBINE.rows,
             num_warps=COMBINE.warps,
         )
-        LAUNCHES["cross_entropy_combine"] += 1
+    LAUNCHES[f"{options.name}_combine"] += 1
+
+
+def _forward(
+    logits: torch.Tensor, strides: tuple[int, int], target: torch.Tensor, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss, and each token's maximum and sum of exponentials over the whole vocabulary."""
+    rows, columns = target.numel(), logits.shape[-1]
+    loss = torch.empty(target.shape, dtype=torch.float32, device=logits.device)
+    statistics = torch.empty((rows, 2), dtype=torch.float32, device=logits.device)
+    if options.group is None:
+        launch_forward(logits, strides, target, statistics, loss, options)
+    else:
+        shard = torch.empty((1, rows, options.width), dtype=torch.float32, device=logits.device)
+        launch_forward(logits, strides, target, shard, None, options)
+        launch_combine(shard, target, statistics, loss, columns, options)
     return loss, statistics
 
 
-def _backward(
+def launch_backward(
     logits: torch.Tensor,
     strides: tuple[int, int],
     target: torch.Tensor,
@@ -578,7 +634,7 @@ def _backward(
     dloss: torch.Tensor,
     dlogits: torch.Tensor,
     strides_dlogits: tuple[int, int],
-    options: _Options,
+    options: Options,
 ) -> None:
     """Writes `dlogits`, which may be `logits`."""
     rows, columns = target.numel(), logits.shape[-1]
@@ -607,7 +663,7 @@ def _backward(
             **tile.constants(),
             num_warps=tile.warps,
         )
-    LAUNCHES["cross_entropy_backward"] += 1
+    LAUNCHES[f"{options.name}_backward"] += 1
 
 
 # --- Autograd ---
@@ -617,7 +673,7 @@ class CrossEntropyFunction(torch.autograd.Function):
     """`apply(logits, target, options)`: the arguments of `vocab_parallel_cross_entropy`, already checked."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: _Options) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: Options) -> torch.Tensor:
         ctx.options = options
         ctx.in_place = False
         if logits.numel() == 0:
@@ -646,7 +702,7 @@ class CrossEntropyFunction(torch.autograd.Function):
             dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
             _, strides_dlogits = _as_tokens(dlogits, target.dim())
         statistics = statistics.contiguous()
-        _backward(logits, strides, target, statistics, dloss, dlogits, strides_dlogits, ctx.options)
+        launch_backward(logits, strides, target, statistics, dloss, dlogits, strides_dlogits, ctx.options)
         if in_place:
             # Kernels write past autograd's back: from here on it refuses whatever else has saved the logits.
             torch.autograd.graph.increment_version(logits)
@@ -658,39 +714,89 @@ def _check(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float, s
         raise TypeError(
             f"cross_entropy: logits are {logits.dtype}; they must be bfloat16, float16 or float32"
         )
-    if target.dtype != torch.int64:
-        raise TypeError(f"cross_entropy: labels are {target.dtype}; they must be int64")
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(
             f"cross_entropy: logits have shape {tuple(logits.shape)}; the last dimension is a vocabulary"
         )
-    if target.shape != logits.shape[:-1]:
+    check_target("cross_entropy", "logits", logits, target, tuple(logits.shape[:-1]))
+    check_smoothing("cross_entropy", label_smoothing, scope)
+
+
+def check_target(
+    op: str, name: str, x: torch.Tensor, target: torch.Tensor, expected: tuple[int, ...]
+) -> None:
+    """Raises TypeError or ValueError where labels are not int64 `expected`, or not on the device of `x`."""
+    if target.dtype != torch.int64:
+        raise TypeError(f"{op}: labels are {target.dtype}; they must be int64")
+    if target.shape != expected:
         raise ValueError(
-            f"cross_entropy: labels have shape {tuple(target.shape)}; logits {tuple(logits.shape)} need "
-            f"{tuple(logits.shape[:-1])}"
+            f"{op}: labels have shape {tuple(target.shape)}; {name} {tuple(x.shape)} need {expected}"
         )
-    if target.device != logits.device:
-        raise ValueError(f"cross_entropy: labels are on {target.device} and logits on {logits.device}")
+    if target.device != x.device:
+        raise ValueError(f"{op}: labels are on {target.device} and {name} on {x.device}")
+
+
+def check_smoothing(op: str, label_smoothing: float, scope: str) -> None:
+    """Raises ValueError where label smoothing or its scope is none."""
     if not 0.0 <= label_smoothing < 1.0:
-        raise ValueError(f"cross_entropy: label_smoothing is {label_smoothing}; it must be in [0, 1)")
+        raise ValueError(f"{op}: label_smoothing is {label_smoothing}; it must be in [0, 1)")
     if scope not in SCOPES:
-        raise ValueError(
-            f"cross_entropy: label_smoothing_scope is {scope!r}; it must be one of {', '.join(SCOPES)}"
-        )
+        raise ValueError(f"{op}: label_smoothing_scope is {scope!r}; it must be one of {', '.join(SCOPES)}")
 
 
-def _check_labels(target: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
+def check_range(op: str, target: torch.Tensor, options: Options) -> None:
+    """Raises IndexError where a label is beyond the vocabulary, and RuntimeError under a graph's capture."""
+    vocab_size, ignore_index = options.vocab_size, options.ignore_index
     if target.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "cross_entropy: labels cannot be checked while a graph is captured: it waits for the device"
+            f"{op}: labels cannot be checked while a graph is captured: it waits for the device"
         )
     found = ((target >= vocab_size) & (target != ignore_index)).nonzero()
     if len(found):
         position = tuple(found[0].tolist())
         raise IndexError(
-            f"cross_entropy: label {int(target[position])} at position {position} is outside the "
+            f"{op}: label {int(target[position])} at position {position} is outside the "
             f"vocabulary of {vocab_size} entries ({len(found)} such labels)"
         )
+
+
+def make_options(
+    name: str,
+    columns: int,
+    *,
+    group: torch.distributed.ProcessGroup | None,
+    label_smoothing: float,
+    label_smoothing_scope: str,
+    ignore_index: int,
+    in_place: bool = False,
+    vocab_start: int | None = None,
+) -> Options:
+    """The options for a rank's part of `columns` entries. Raises ValueError: label smoothing of one entry."""
+    ranks = 1 if group is None else group.size()
+    rank = 0 if group is None or ranks == 1 else group.rank()
+    if vocab_start is None:
+        vocab_start = rank * columns
+    smoothing = spread = None
+    partition = label_smoothing_scope == "partition" and ranks > 1
+    if label_smoothing > 0:
+        others = (columns if partition else columns * ranks) - 1
+        if others == 0:
+            raise ValueError(f"{name}: label smoothing needs a vocabulary of two entries or more")
+        spread = label_smoothing / others
+        smoothing = spread * (others + 1)
+    return Options(
+        group=group if ranks > 1 else None,
+        rank=rank,
+        ranks=ranks,
+        vocab_start=vocab_start,
+        vocab_size=columns * ranks if ranks > 1 else vocab_start + columns,
+        ignore_index=ignore_index,
+        smoothing=smoothing,
+        spread=spread,
+        partition=partition and smoothing is not None,
+        in_place=in_place,
+        name=name,
+    )
 
 
 def out_of_range_labels(wait: bool = True) -> int | None:
@@ -751,33 +857,17 @@ def vocab_parallel_cross_entropy(
         RuntimeError: `check_labels` while a CUDA graph is captured.
     """
     _check(logits, target, label_smoothing, label_smoothing_scope)
-    columns = logits.shape[-1]
-    ranks = 1 if group is None else group.size()
-    rank = 0 if group is None or ranks == 1 else group.rank()
-    if vocab_start is None:
-        vocab_start = rank * columns
-    vocab_size = columns * ranks if ranks > 1 else vocab_start + columns
-    smoothing = spread = None
-    partition = label_smoothing_scope == "partition" and ranks > 1
-    if label_smoothing > 0:
-        others = (columns if partition else columns * ranks) - 1
-        if others == 0:
-            raise ValueError("cross_entropy: label smoothing needs a vocabulary of two entries or more")
-        spread = label_smoothing / others
-        smoothing = spread * (others + 1)
-    if check_labels:
-        _check_labels(target, vocab_size, ignore_index)
-    options = _Options(
-        group=group if ranks > 1 else None,
-        rank=rank,
-        ranks=ranks,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
+    options = make_options(
+        "cross_entropy",
+        logits.shape[-1],
+        group=group,
+        label_smoothing=label_smoothing,
+        label_smoothing_scope=label_smoothing_scope,
         ignore_index=ignore_index,
-        smoothing=smoothing,
-        spread=spread,
-        partition=partition and smoothing is not None,
         in_place=in_place,
+        vocab_start=vocab_start,
     )
+    if check_labels:
+        check_range("cross_entropy", target, options)
     loss: torch.Tensor = CrossEntropyFunction.apply(plain(logits), target, options)
     return loss

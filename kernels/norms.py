@@ -66,9 +66,8 @@ VECTOR_BYTES = 16  # the widest access of one thread
 WARP_SIZE = 64 if torch.version.hip else 32
 MAX_THREADS = 1024  # of one program, on every device
 
-# Elements of a tile and rows of one: narrow rows share it.
+# Elements of a forward's tile and rows of one: narrow rows share it.
 MIN_TILE = 2048
-MIN_BACKWARD_TILE = 4096
 MAX_TILE_ROWS = 32
 
 # The longest row in bytes that a program holds in registers without spills. The backward of LayerNorm, with
@@ -80,11 +79,19 @@ MAX_BACKWARD_ROW_BYTES = 32768
 # From this width on registers are short, and the weight is read again for each row block.
 RELOAD_COLUMNS = 16384
 
-# Backward of rows up to so many bytes: warps of 32 lanes, programs to a multiprocessor, stages. Of 24 to 128
-# tried on an H200 with bf16 RMSNorm it is within 3 % of the best at widths 128, 2048 … 16384; behind it by
-# 11 – 13 % at 64, 512 and 1024, and by 59 % at 192.
-_BACKWARD = (
-    (2048, 8, 2, 3),
+# Backward of rows up to so many columns, several to a tile: rows, warps of 32 lanes, programs to a
+# multiprocessor, stages. Of 24 to 128 tried on an H200 with bf16 RMSNorm, these and those of the next table
+# are within 3 % of the best at widths 64, 128, 192, 512, 1024, 2048 … 16384.
+_BACKWARD_OF_ROWS = (
+    (64, 32, 4, 3, 3),
+    (128, 32, 8, 2, 3),
+    (256, 32, 16, 1, 3),
+    (512, 4, 4, 3, 4),
+    (1024, 4, 4, 2, 3),
+)
+
+# Backward of wider rows, up to so many bytes: warps, programs, stages.
+_BACKWARD_OF_A_ROW = (
     (4096, 4, 2, 4),
     (8192, 4, 2, 3),
     (16384, 8, 1, 3),
@@ -100,16 +107,16 @@ REDUCE = Launch(rows=64, block=16, warps=4)
 REDUCE_LONG_ROW = Launch(rows=16, block=256, warps=8)
 
 
-def _tile(n: int, elements: int) -> tuple[int, int]:
-    """Rows and columns of the tile that holds whole rows of `n` columns, `elements` or more of them."""
-    block = max(next_power_of_2(n), 16)
-    return max(1, min(elements // block, MAX_TILE_ROWS)), block
+def _block(n: int) -> int:
+    """Columns of a tile that holds whole rows of `n` columns."""
+    return max(next_power_of_2(n), 16)
 
 
 @functools.cache
 def choose_forward(n: int, element_size: int, warp_size: int = WARP_SIZE) -> Launch:
     """The launch of the forward for rows of `n` columns."""
-    rows, block = _tile(n, MIN_TILE)
+    block = _block(n)
+    rows = max(1, min(MIN_TILE // block, MAX_TILE_ROWS))
     crowded = 2 if n * element_size % VECTOR_BYTES else 1
     if block * element_size > MAX_FORWARD_ROW_BYTES // crowded:
         return replace(LONG_ROW, warps=LONG_ROW.warps * 32 // warp_size)
@@ -126,13 +133,15 @@ def choose_backward(
     `sums`: how many parameter gradients there are to add up. `shared_memory`: the bytes that one program can
     have; they bound the stages.
     """
-    rows, block = _tile(n, MIN_BACKWARD_TILE if n <= 1024 else 1)
+    block = _block(n)
     size = n * element_size
     crowded = (2 if layer_norm and sums else 1) * (4 if size % VECTOR_BYTES else 1)
     if block * element_size > MAX_BACKWARD_ROW_BYTES // crowded:
         launch = LONG_ROW_BACKWARD
     else:
-        _, warps, programs, stages = next(choice for choice in _BACKWARD if size <= choice[0])
+        choices = [choice[1:] for choice in _BACKWARD_OF_ROWS if n <= choice[0]]
+        choices += [(1, *choice[1:]) for choice in _BACKWARD_OF_A_ROW if size <= choice[0]]
+        rows, warps, programs, stages = choices[0]
         launch = NormLaunch(rows, block, warps, stages, programs, reload=block >= RELOAD_COLUMNS)
     threads = launch.warps * 32
     if size % VECTOR_BYTES:

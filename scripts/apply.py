@@ -19,11 +19,11 @@ from scripts import record as installs
 from scripts import source
 from scripts.errors import StateError, TreeError, UsageError, command, quoted
 from scripts.files import held, locked, obstacle, require_folder, working
-from scripts.manifest import Manifest, Release, load, span
-from scripts.overlay import PACKAGE, RECORD, ROOT, Overlay, load_overlay, sha256
+from scripts.manifest import ACTIONS, Manifest, Release, load, span
+from scripts.overlay import PACKAGE, RECORD, ROOT, Overlay, load_overlay, sha256, split
 from scripts.record import Record, read_record, with_overlay, without_overlay
 from scripts.tree import TEMPORARY, Tree
-from scripts.verify import Action, Plan, plan
+from scripts.verify import Action, FileState, Plan, plan
 
 BUILD = ROOT / "build"
 
@@ -228,7 +228,7 @@ def installed_after(before: bytes, planned: Plan, record: Record | None) -> byte
         known.setdefault(action.path, []).append(sha256(action.after))
         if action.kind == "restore":
             known[action.path].append(sha256(action.before or b""))
-        elif action.kind == "extend" and action.before is not None:
+        elif action.kind in ACTIONS and action.before is not None:
             known[action.path].append(sha256(action.before))
     pristine = without_overlay(before, known, bases)
     after = planned.after()
@@ -493,8 +493,25 @@ def _print_actions(planned: Plan) -> None:
         if action.kind == "extend":
             size = len(action.after) - len(planned.bases[action.path])
             detail = f"  op {action.op}, {size} bytes below upstream's"
+        elif action.kind == "patch":
+            detail = f"  op {action.op}, {changed_lines(action.after)}"
         print(f"  {word:7} {action.path}{detail}")
+    for file in planned.left:
+        print(f"  {'left':7} {file.path}  {stays(file)}")
     print(f"  {'record':7} {RECORD}")
+
+
+def changed_lines(patched: bytes) -> str:
+    """Where a patched file has other lines than upstream's."""
+    parts = split(patched)
+    hunks = parts.hunks if parts else ()
+    return f"changed from upstream's line {', '.join(str(hunk.old) for hunk in hunks)}"
+
+
+def stays(file: FileState) -> str:
+    """Why a file of an op is left as it is, for a line that names it."""
+    found = "is not there" if file.data is None else "is no pinned variant"
+    return f"{found}: this call site stays upstream's (op {file.op})"
 
 
 def _next(form: str, shown: str, *parity: str) -> str:

@@ -46,7 +46,7 @@ def tree_diff(tree: Tree, manifest: Manifest, overlay: Overlay) -> tuple[bytes, 
     for file in state.files:
         if file.verdict not in (OVERLAID, EDITED) or file.data is None:
             continue
-        if file.action == "extend" and file.base is None:
+        if file.action != "add" and file.base is None:
             lost.append(file.path)
         else:
             parts.append(unified(file.path, file.base, file.data))

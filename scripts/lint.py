@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the patch set itself: pins, tails and ledger hold each other, and nothing is there twice or unused.
+"""Check the patch set itself: pins, tails, diffs and ledger hold each other, and nothing is there twice or
+unused.
 
 One rule is one function of ``PatchSet`` that yields problems; ``RULES`` lists them.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts import patches
 from scripts.errors import OverlayError
 from scripts.manifest import Manifest, TouchedFile, load, order
 from scripts.overlay import PACKAGE, ROOT, overlay_version, sha256
@@ -39,7 +41,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Entry:
-    """The ledger's header of one entry in a tail."""
+    """The ledger's header of one entry in a tail or above diffs."""
 
     name: str
     line: int
@@ -48,19 +50,27 @@ class Entry:
 
 @dataclass(frozen=True)
 class PatchSet:
-    """The set as it is on disk: pins, the sources of ``overlay/`` and ``kernels/``, the licence texts."""
+    """The set as it is on disk: pins, the sources of ``overlay/`` and ``kernels/``, the files with diffs, the
+    licence texts."""
 
     manifest: Manifest
     tails: dict[str, bytes]
     added: dict[str, bytes]
     texts: dict[str, bytes] = field(default_factory=dict)
     others: tuple[str, ...] = ()
+    diffs: dict[str, bytes] = field(default_factory=dict)
 
     @classmethod
     def read(cls, root: Path) -> PatchSet:
         tails: dict[str, bytes] = {}
         added: dict[str, bytes] = {}
-        others = [p for p in _files(root, "patches") if p not in (RELEASES, FILES)]
+        diffs: dict[str, bytes] = {}
+        others: list[str] = []
+        for path in _files(root, "patches"):
+            if path.endswith(patches.SUFFIX):
+                diffs[path] = (root / path).read_bytes()
+            elif path not in (RELEASES, FILES):
+                others.append(path)
         for path in (*_files(root, "overlay"), *_files(root, "kernels")):
             if not path.endswith(".py"):
                 others.append(path)
@@ -69,11 +79,16 @@ class PatchSet:
             else:
                 tails[path] = (root / path).read_bytes()
         texts = {path: (root / path).read_bytes() for path in _files(root, "LICENSES")}
-        return cls(load(root), tails, added, texts, tuple(others))
+        return cls(load(root), tails, added, texts, tuple(others), diffs)
 
     @property
     def sources(self) -> dict[str, bytes]:
         return {**self.tails, **self.added}
+
+    @property
+    def headed(self) -> dict[str, bytes]:
+        """What has ledger headers."""
+        return {**self.tails, **self.diffs}
 
 
 Rule = Callable[[PatchSet], Iterator[Problem]]
@@ -106,12 +121,17 @@ def _run(rule: Rule, patch_set: PatchSet) -> Iterator[Problem]:
 
 
 def parses(s: PatchSet) -> Iterator[Problem]:
-    """Every source is Python."""
+    """Every source is Python, and every file with diffs is in form."""
     for path, data in s.sources.items():
         try:
             ast.parse(data)
         except (SyntaxError, ValueError) as error:
             yield Problem(path, getattr(error, "lineno", 0) or 0, f"does not parse: {error}")
+    for path, data in s.diffs.items():
+        try:
+            patches.parse(data)
+        except patches.MalformedError as error:
+            yield Problem(path, error.line, f"expected {error.expected}, found {error.found}")
 
 
 def licensed(s: PatchSet) -> Iterator[Problem]:
@@ -195,18 +215,55 @@ def licenses_pinned(s: PatchSet) -> Iterator[Problem]:
 
 
 def pins_have_tails(s: PatchSet) -> Iterator[Problem]:
-    """A pinned file has a tail, a tail has a pin."""
-    for path in s.manifest.files:
-        if f"overlay/{path}" not in s.tails:
+    """A pinned file has what its action says, a tail or diffs, and not the other; both have a pin."""
+    for path, file in s.manifest.files.items():
+        if file.action == "extend" and f"overlay/{path}" not in s.tails:
             yield Problem(FILES, 0, f"{path} has no tail in overlay/")
-    for path in s.tails:
-        if path.removeprefix("overlay/") not in s.manifest.files:
-            yield Problem(path, 0, "has no pin in patches/files.json")
+        if file.action == "patch" and f"patches/{path}{patches.SUFFIX}" not in s.diffs:
+            yield Problem(FILES, 0, f"{path} has no diffs in patches/")
+    for source in s.headed:
+        file_or_none = _pin(s, source)
+        if file_or_none is None:
+            yield Problem(source, 0, "has no pin in patches/files.json")
+        elif (file_or_none.action == "extend") != (source in s.tails):
+            yield Problem(source, 0, f"the pinned action is {file_or_none.action}")
+
+
+def _pin(s: PatchSet, source: str) -> TouchedFile | None:
+    """The pin of a tail's or a diff's upstream file."""
+    path = source.removeprefix("overlay/").removeprefix("patches/")
+    return s.manifest.files.get(path.removesuffix(patches.SUFFIX))
+
+
+def diffs_fit_pins(s: PatchSet) -> Iterator[Problem]:
+    """Diffs name the file that they lie under and their op, and fit each of its variants and no other."""
+    for path, data in s.diffs.items():
+        patch, file = patches.parse(data), _pin(s, path)
+        if path != f"patches/{patch.path}{patches.SUFFIX}":
+            yield Problem(path, patch.diffs[0].line, f"the diff is of {patch.path}")
+        pinned = [variant.sha256 for variant in file.variants] if file else []
+        for diff in patch.diffs:
+            for known in sorted(set(diff.fits) - set(pinned)):
+                yield Problem(path, diff.line, f"fits {known[:12]}, which is not pinned")
+        for known in pinned:
+            if patch.fitting(known) is None:
+                yield Problem(path, 0, f"no diff fits {known[:12]}")
+        for entry in ledger(patch.header):
+            op = entry.fields.get("op")
+            if file is not None and op != file.op:
+                yield Problem(path, entry.line + 1, f"{entry.name}: op is {op}, and {file.op} in the pins")
+
+
+def optional_has_a_rest(s: PatchSet) -> Iterator[Problem]:
+    """An op has a file that is not optional: else it would apply to any tree, and change nothing."""
+    for op in s.manifest.ops:
+        if all(file.optional for file in s.manifest.files_of(op)):
+            yield Problem(FILES, 0, f"every file of {op} is optional")
 
 
 def ledger_complete(s: PatchSet) -> Iterator[Problem]:
     """An entry's header has every field, and its kind is one of the known."""
-    for path, data in s.tails.items():
+    for path, data in s.headed.items():
         for entry in ledger(data):
             for name in FIELDS:
                 if not entry.fields.get(name):
@@ -218,8 +275,8 @@ def ledger_complete(s: PatchSet) -> Iterator[Problem]:
 
 def ledger_matches_pins(s: PatchSet) -> Iterator[Problem]:
     """Headers and pinned entries are the same names, each once."""
-    for path, data in s.tails.items():
-        file = s.manifest.files.get(path.removeprefix("overlay/"))
+    for path, data in s.headed.items():
+        file = _pin(s, path)
         names = [entry.name for entry in ledger(data)]
         for entry in ledger(data):
             if names.count(entry.name) > 1:
@@ -333,6 +390,8 @@ RULES: tuple[Rule, ...] = (
     releases_complete,
     licenses_pinned,
     pins_have_tails,
+    diffs_fit_pins,
+    optional_has_a_rest,
     ledger_complete,
     ledger_matches_pins,
     ledger_matches_code,
@@ -344,7 +403,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def ledger(tail: bytes) -> list[Entry]:
-    """The headers of a tail: ``# entry: NAME``, then deeper comments ``#   field: text`` that may go on."""
+    """The headers in a source: ``# entry: NAME``, then deeper comments ``#   field: text`` that may go on."""
     found: list[Entry] = []
     current: Entry | None = None
     name = ""

@@ -14,7 +14,7 @@ from scripts.errors import ExpectationError, ReleaseError, UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = 1
-ACTIONS = ("extend",)
+ACTIONS = ("extend", "patch")
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class TouchedFile:
-    """An upstream file that the overlay changes; ``entries`` are the names taken over in it.
+    """An upstream file that the overlay changes; ``entries`` are the names taken over or changed in it.
 
-    ``absent`` are the releases that have no such file.
+    ``absent`` are the releases that have no such file. An ``optional`` one stays upstream's in a tree where
+    it is none of the variants, and its op goes on without it; any other is refused there.
     """
 
     path: str
@@ -71,6 +72,7 @@ class TouchedFile:
     entries: tuple[str, ...]
     variants: tuple[Variant, ...]
     absent: tuple[str, ...] = ()
+    optional: bool = False
 
     def variant(self, sha256: str) -> Variant | None:
         return next((v for v in self.variants if v.sha256 == sha256), None)
@@ -186,7 +188,7 @@ def _pinned(version: str, node: _Checked) -> PinnedFile:
 
 
 def _touched(path: str, node: _Checked) -> TouchedFile:
-    node.only("action", "op", "entries", "variants", "absent")
+    node.only("action", "op", "entries", "variants", "absent", "optional")
     if node.get("action", str) not in ACTIONS:
         node.fail("action", " or ".join(ACTIONS), repr(node.value["action"]))
     if not safe(path):
@@ -195,9 +197,10 @@ def _touched(path: str, node: _Checked) -> TouchedFile:
         path=path,
         action=node.get("action", str),
         op=node.text("op", "[a-z0-9_]+"),
-        entries=node.get_list("entries", r"[A-Za-z_]\w*"),
+        entries=node.get_list("entries", r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"),
         variants=tuple(_variant(child) for child in node.list_nodes("variants")),
         absent=node.get_list("absent", _VERSION) if "absent" in node.value else (),
+        optional=node.get("optional", bool) if "optional" in node.value else False,
     )
 
 

@@ -120,12 +120,17 @@ def plan(manifest: Manifest, ops: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def groups(manifest: Manifest, op: str) -> list[list[str]]:
-    """The releases whose files of an op are the same, in order."""
+    """The releases whose entries of an op are the same, in order.
+
+    Entries are in extended files; a patched one is a call site, which every release's model and tests pass
+    through. An op that has nothing but call sites goes by those.
+    """
+    files = manifest.files_of(op)
+    files = tuple(file for file in files if file.action == "extend") or files
     found: dict[tuple[str | None, ...], list[str]] = {}
     for version in manifest.releases:
         variants = tuple(
-            next((v.sha256 for v in file.variants if version in v.releases), None)
-            for file in manifest.files_of(op)
+            next((v.sha256 for v in file.variants if version in v.releases), None) for file in files
         )
         found.setdefault(variants, []).append(version)
     return list(found.values())
@@ -183,7 +188,7 @@ def text(checked: Sequence[Checked], manifest: Manifest, ops: Sequence[str], sec
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     for op in ops:
         same = "; ".join(span(group) for group in groups(manifest, op))
-        lines.append(f"{op}: the same files in {same}; all calls in the last one of each")
+        lines.append(f"{op}: the same entries in {same}; all calls in the last one of each")
     problems = [f"{one.version}: {problem}" for one in checked for problem in one.problems]
     lines += [f"{FAILED}  {problem}" for problem in problems[: parity.MAX_PROBLEMS]]
     if len(problems) > parity.MAX_PROBLEMS:

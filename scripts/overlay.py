@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is laid over a tree: added files and tails, and the form of an extended file.
+"""What is laid over a tree: added files, tails and diffs, and the form of a file that was changed.
 
 An extended file is upstream's bytes, a marker line and our tail. The marker carries the length and the hash
 of what is above it and the hash of what is below, so a tree tells by itself what belongs to whom, whichever
-version of the overlay wrote it.
+version of the overlay wrote it. A patched file has changed lines above the marker and the diff, as comments,
+below it: taken back, it gives upstream's bytes, whose hash the marker has.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts import manifest as pins
+from scripts import patches
 from scripts.errors import ExpectationError
 
 ROOT = pins.ROOT
@@ -27,14 +29,15 @@ RECORD = f"{PACKAGE}/overlay.json"
 MARK = b"# >>> liger overlay for Megatron-Core,"
 _MARKER = re.compile(
     rb"^" + MARK + rb" version (\d+) \(op ([a-z0-9_]+)\): [^\r\n]*"
-    rb" base-sha256=([0-9a-f]{64}) base-bytes=(\d+) tail-sha256=([0-9a-f]{64})\r?\n",
+    rb" base-sha256=([0-9a-f]{64}) (base|patched)-bytes=(\d+) tail-sha256=([0-9a-f]{64})\r?\n",
     re.MULTILINE,
 )
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """Our side: ``added`` and ``tails`` by path in the tree, ``ops`` that have a tail, and our commit.
+    """Our side: ``added``, ``tails`` and ``diffs`` by path in the tree, ``ops`` that change a file, and our
+    commit.
 
     The commit is in the record of a tree or a wheel, so the same files from two commits, or from a copy
     without its repository, give records (and wheels) that differ in that one line.
@@ -45,11 +48,29 @@ class Overlay:
     added: Mapping[str, bytes]
     tails: Mapping[str, bytes]
     commit: str | None = None
+    diffs: Mapping[str, patches.Patch] = field(default_factory=dict)
+
+    def changes(self, path: str) -> bool:
+        """Whether this overlay changes the upstream file at ``path``."""
+        return path in self.tails or path in self.diffs
+
+    def over(self, path: str, base: bytes, op: str) -> bytes | None:
+        """What this overlay makes of ``base`` at ``path``; None where it has nothing that fits it."""
+        if path in self.tails:
+            return extend(base, self.tails[path], op, self.version)
+        patch = self.diffs.get(path)
+        changed = None if patch is None else patch.change(base)
+        if patch is None or changed is None:
+            return None
+        return join_patched(base, *changed, patch.header, op, self.version)
 
 
 @dataclass(frozen=True)
 class Extended:
-    """An extended file, taken apart. ``base`` is upstream's file when ``base_intact``."""
+    """An extended or a patched file, taken apart. ``base`` is upstream's file when ``base_intact``.
+
+    ``hunks`` are those of a patched file.
+    """
 
     base: bytes
     version: int
@@ -57,6 +78,7 @@ class Extended:
     tail: bytes
     base_intact: bool
     tail_intact: bool
+    hunks: tuple[patches.Hunk, ...] = ()
 
     @property
     def intact(self) -> bool:
@@ -78,12 +100,25 @@ def extend(base: bytes, tail: bytes, op: str, version: int | None = None) -> byt
     return base + _newline(base) + marker.encode() + tail
 
 
+def join_patched(
+    base: bytes, after: bytes, hunks: tuple[patches.Hunk, ...], header: bytes, op: str, version: int
+) -> bytes:
+    """The patched file: ``after``, which the hunks made of ``base``, the marker, and what was changed."""
+    tail = patches.comments(header, hunks)
+    marker = (
+        f"# >>> liger overlay for Megatron-Core, version {version} (op {op}): lines above were changed from"
+        f" upstream's as the comments below say. base-sha256={sha256(base)} patched-bytes={len(after)}"
+        f" tail-sha256={sha256(tail)}\n"
+    )
+    return after + _newline(after) + marker.encode() + tail
+
+
 def _newline(base: bytes) -> bytes:
     return b"\n" if base and not base.endswith(b"\n") else b""
 
 
 def split(data: bytes) -> Extended | None:
-    """Take an extended file apart; None for a file without a marker line.
+    """Take an extended or patched file apart; None for a file without a marker line.
 
     Of several markers the one that fits what is above and below it counts, else the first that fits what is
     above. Where none does, the first one's parts are returned with ``base_intact`` False.
@@ -93,21 +128,30 @@ def split(data: bytes) -> Extended | None:
 
 
 def _parts(data: bytes, marker: re.Match[bytes]) -> Extended:
-    size, tail = int(marker[4]), data[marker.end() :]
+    size, tail = int(marker[5]), data[marker.end() :]
     base = data[:size]
     whole = base + _newline(base) == data[: marker.start()]
+    hunks: tuple[patches.Hunk, ...] = ()
+    if marker[4] == b"patched":
+        hunks = patches.from_comments(tail) or ()
+        restored = patches.restore(base, hunks)
+        base = base if restored is None else restored
     return Extended(
         base=base,
         version=int(marker[1]),
         op=marker[2].decode(),
         tail=tail,
         base_intact=whole and sha256(base) == marker[3].decode(),
-        tail_intact=sha256(tail) == marker[5].decode(),
+        tail_intact=sha256(tail) == marker[6].decode(),
+        hunks=hunks,
     )
 
 
 def load_overlay(root: Path = ROOT, manifest: pins.Manifest | None = None) -> Overlay:
-    """Read ``overlay/`` and ``kernels/``. Raises ExpectationError when a tail has no pin or the reverse."""
+    """Read ``overlay/``, ``kernels/`` and the diffs of ``patches/``.
+
+    Raises ExpectationError when a tail or a diff has no pin or the reverse, and for a malformed diff.
+    """
     manifest = pins.load(root) if manifest is None else manifest
     added: dict[str, bytes] = {}
     tails: dict[str, bytes] = {}
@@ -120,7 +164,31 @@ def load_overlay(root: Path = ROOT, manifest: pins.Manifest | None = None) -> Ov
         if path in tails:
             raise ExpectationError(f"overlay/{path}", "a pin in patches/files.json", "none", "pin the file")
         raise ExpectationError(f"overlay/{path}", "the tail of a pinned file", "no file", "write or unpin it")
-    return Overlay(overlay_version(root), manifest.ops, added, tails, _commit(root))
+    diffs = _load_patches(root, manifest)
+    return Overlay(overlay_version(root), manifest.ops, added, tails, _commit(root), diffs)
+
+
+def _load_patches(root: Path, manifest: pins.Manifest) -> dict[str, patches.Patch]:
+    found: dict[str, patches.Patch] = {}
+    for path, file in _sources(root / "patches", patches.SUFFIX):
+        target = path.removesuffix(patches.SUFFIX)
+        where = f"patches/{path}"
+        if target not in manifest.files or manifest.files[target].action != "patch":
+            raise ExpectationError(where, "a pin in patches/files.json", "none", "pin the file")
+        try:
+            found[target] = patches.parse(file.read_bytes())
+        except patches.MalformedError as error:
+            place = f"{where}:{error.line}"
+            raise ExpectationError(place, error.expected, error.found, "correct the diff") from error
+    for path, pin in manifest.files.items():
+        where = f"patches/{path}{patches.SUFFIX}"
+        if pin.action == "patch" and path not in found:
+            raise ExpectationError(where, "the diffs of a pinned file", "no file", "write or unpin it")
+        for variant in pin.variants if pin.action == "patch" else ():
+            if found[path].fitting(variant.sha256) is None:
+                expected = f"a diff for {variant.sha256[:12]}… ({pins.span(variant.releases)})"
+                raise ExpectationError(where, expected, "none", "write it")
+    return found
 
 
 def overlay_version(root: Path = ROOT) -> int:
@@ -140,8 +208,8 @@ def overlay_version(root: Path = ROOT) -> int:
 OVERLAY_VERSION: int = overlay_version()
 
 
-def _sources(folder: Path) -> list[tuple[str, Path]]:
-    files = [path for path in folder.rglob("*.py") if path.is_file()]
+def _sources(folder: Path, suffix: str = ".py") -> list[tuple[str, Path]]:
+    files = [path for path in folder.rglob(f"*{suffix}") if path.is_file()]
     return sorted((path.relative_to(folder).as_posix(), path) for path in files)
 
 
@@ -176,7 +244,7 @@ def _commit(root: Path) -> str | None:
 
 def _counts(path: str) -> bool:
     """Whether a file of this project goes into a tree, or is a pin."""
-    return path.endswith(".json" if path.startswith("patches/") else ".py")
+    return path.endswith((".json", patches.SUFFIX) if path.startswith("patches/") else ".py")
 
 
 def git_environment() -> dict[str, str]:

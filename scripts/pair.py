@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.apply import apply_tree, build_tree, split_ops
+from scripts.apply import apply_tree, build_tree, split_ops, stays
 from scripts.arguments import path
 from scripts.errors import StateError, UsageError
 from scripts.manifest import Release, load
@@ -45,6 +45,13 @@ class Pair:
         """The ops that the overlaid tree's own record names."""
         record = json.loads((self.overlaid / RECORD).read_text(encoding="utf-8"))
         return tuple(record["ops"])
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The call sites of those ops that are upstream's in the overlaid tree, too: a line each."""
+        manifest = load()
+        state = inspect(Tree(self.overlaid).read, manifest, load_overlay(manifest=manifest))
+        return tuple(f"{file.path} {stays(file)}" for file in state.left if file.op in self.ops)
 
 
 def add_arguments(parser: argparse.ArgumentParser, more: str = "") -> None:

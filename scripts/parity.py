@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
             calls={} if arguments.wiring else None,
             timeout=arguments.timeout,
         )
-        print(f"parity {trees.name}")
+        print("\n".join([f"parity {trees.name}", *trees.left]))
     print("\n".join(table(result)))
     if arguments.json:
         arguments.json.write_text(json.dumps(document(result), indent=1) + "\n", encoding="utf-8")

@@ -247,9 +247,17 @@ def fingerprints(source: bytes, entries: list[str] | tuple[str, ...]) -> dict[st
 
 
 def definition(module: ast.Module, name: str) -> ast.stmt | None:
-    """The statement that binds a public name of a module last; looked for in if and try blocks too."""
+    """The statement that binds a name of a module last, or ``Class.method``; if and try blocks count too."""
+    name, _, inner = name.partition(".")
+    last = _last(module.body, name)
+    if inner:
+        return _last(last.body, inner) if isinstance(last, ast.ClassDef) else None
+    return last
+
+
+def _last(body: list[ast.stmt], name: str) -> ast.stmt | None:
     last = None
-    for node in _statements(module.body):
+    for node in _statements(body):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             bound = {node.name}
         elif isinstance(node, ast.Assign):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts import arguments as types
-from scripts import lint, pins
+from scripts import lint, patches, pins
 from scripts.diff import unified
 from scripts.errors import UsageError
 from scripts.manifest import Manifest, TouchedFile, load, parse_spec, span
@@ -46,7 +46,8 @@ class Entry:
 
 @dataclass
 class File:
-    """What became of a touched file. ``pinned``: the releases that have these very bytes."""
+    """What became of a touched file. ``pinned``: the releases that have these very bytes; ``diff``: of a
+    patched file that is not pinned, whether a diff would fit it."""
 
     path: str
     verdict: str
@@ -54,6 +55,7 @@ class File:
     pinned: Sequence[str] = ()
     entries: list[Entry] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    diff: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -69,7 +71,7 @@ class Report:
     def settled(self) -> bool:
         """Whether pins and the comparison are all that is left to do."""
         return not self.missing and all(
-            f.verdict in (SAME, AROUND) and not any(e.callers or e.notes for e in f.entries)
+            f.verdict in (SAME, AROUND) and not f.diff and not any(e.callers or e.notes for e in f.entries)
             for f in self.files
         )
 
@@ -124,9 +126,10 @@ def read_tree(root: Path) -> dict[str, bytes]:
 
 def triage(old_name: str, old: Sources, new_name: str, new: Sources, manifest: Manifest) -> Report:
     """Compare the sources of two trees, by path, as far as the overlay is concerned."""
+    patch_set = lint.PatchSet.read(ROOT)
     ledger = {
         entry.name: entry.fields.get("retires when", "")
-        for path, data in lint.PatchSet.read(ROOT).tails.items()
+        for data in patch_set.headed.values()
         for entry in lint.ledger(data)
     }
     references = {
@@ -135,7 +138,19 @@ def triage(old_name: str, old: Sources, new_name: str, new: Sources, manifest: M
         for name in file.entries
     }
     files = [_file(file, old, new, references, ledger) for file in manifest.files.values()]
+    for file in files:
+        source = f"patches/{file.path}{patches.SUFFIX}"
+        if source in patch_set.diffs and file.path in new and not file.pinned:
+            file.diff = _draft(source, patches.parse(patch_set.diffs[source]), new[file.path])
     return Report(old_name, new_name, files, missing_names(new))
+
+
+def _draft(source: str, patch: patches.Patch, data: bytes) -> list[str]:
+    draft = patch.draft(data)
+    if draft is None:
+        return [f"no diff of {source} fits, wherever its lines are looked for: write one"]
+    diff, line = draft
+    return [f"the diff at {source}:{diff.line} would fit; read the place, then list it there:", f"  {line}"]
 
 
 def _file(
@@ -162,7 +177,7 @@ def _file(
         entry.callers += [f"+ {text}" for text in sorted((now - was).elements())]
         entries.append(entry)
     if after is None:
-        return File(file.path, GONE, None, entries=entries)
+        return File(file.path, GONE if file.path in old else SAME, None, entries=entries)
     digest = sha256(after)
     variant = file.variant(digest)
     verdict = SAME if after == before else CHANGED if any(e.changed for e in entries) else AROUND
@@ -311,6 +326,7 @@ def lines(report: Report, release: str | None) -> list[str]:
             f"{file.path}: {file.verdict}" + (f" ({file.sha256[:12]}…, {known})" if file.sha256 else "")
         )
         text += [f"  public name {note}" for note in file.names]
+        text += [f"  {note}" for note in file.diff]
         for entry in file.entries:
             state = "changed" if entry.changed else "as it was"
             if entry.changed or entry.notes or entry.callers:

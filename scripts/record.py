@@ -2,7 +2,7 @@
 """What a tree says about itself: ``overlay.json``, which we write, and the RECORD of an installed wheel.
 
 RECORD is rewritten so that uninstalling leaves nothing behind. The lines of added files go to its beginning
-and an extended file's line gets the new hash and size, so taking both back gives the bytes that were there,
+and a changed file's line gets the new hash and size, so taking both back gives the bytes that were there,
 whatever the line ends, the order or the last line.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scripts.errors import StateError
-from scripts.manifest import safe
+from scripts.manifest import ACTIONS, safe
 from scripts.overlay import PACKAGE, RECORD
 
 
@@ -77,7 +77,7 @@ def read_record(data: bytes | None) -> Record | None:
     return record
 
 
-_ACTIONS = ("add", "extend")
+_ACTIONS = ("add", *ACTIONS)
 
 
 def _is_hash(value: object) -> bool:
@@ -104,7 +104,7 @@ def without_overlay(
     """RECORD as it was before apply.
 
     ``known`` maps paths to the hashes that the overlay has written there, ``bases`` gives upstream's bytes of
-    extended files. Lines of our own files go; an extended file's line is put back only when it has one of our
+    changed files. Lines of our own files go; a changed file's line is put back only when it has one of our
     hashes.
     """
     kept = []

@@ -10,11 +10,11 @@ from pathlib import Path
 from scripts import arguments as types
 from scripts.apply import complete_later, is_patched_wheel, patched_wheel, unlike_record
 from scripts.errors import StateError
-from scripts.manifest import Manifest, load
+from scripts.manifest import ACTIONS, Manifest, load
 from scripts.overlay import PACKAGE, RECORD, Overlay, load_overlay, sha256
 from scripts.record import orphan, without_overlay
 from scripts.tree import Tree
-from scripts.verify import EDITED, MISSING, OVERLAID, Action, State, edited, inspect, known_bases
+from scripts.verify import EDITED, OVERLAID, Action, State, edited, inspect, known_bases
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ def plan_revert(tree: Tree, manifest: Manifest, overlay: Overlay) -> Reverted:
     state = inspect(tree.read, manifest, overlay)
     recorded = state.record.files if state.record else {}
     for file in state.files:
-        if file.verdict == EDITED and (file.action == "extend" or file.path in recorded):
+        if file.verdict == EDITED and (file.action != "add" or file.path in recorded):
             raise edited(file)
-        if file.verdict == MISSING and recorded.get(file.path, {}).get("action") == "extend":
-            raise StateError(file.path, "the extended file", "no file", "restore upstream's file, then retry")
+        if file.data is None and recorded.get(file.path, {}).get("action") in ACTIONS:
+            raise StateError(file.path, "the overlaid file", "no file", "restore upstream's file, then retry")
     restores = [
         Action(f.path, "restore", f.op, f.data, f.base)
         for f in state.upstream

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 
 from scripts import arguments as types
-from scripts.apply import broken_record, caveat, is_patched_wheel, split_ops, unlisted
+from scripts.apply import broken_record, caveat, is_patched_wheel, split_ops, stays, unlisted
 from scripts.errors import ExpectationError, OverlayError, command
 from scripts.manifest import Manifest, load, span
 from scripts.overlay import PACKAGE, RECORD, Overlay, load_overlay, sha256
@@ -16,10 +16,12 @@ from scripts.tree import Tree
 from scripts.verify import (
     ABSENT,
     EDITED,
+    LEFT,
     MISSING,
     OVERLAID,
     PRISTINE,
     UNKNOWN,
+    UNTOUCHED,
     FileState,
     State,
     inspect,
@@ -140,7 +142,8 @@ def lines(tree: Tree, state: State, overlay: Overlay) -> list[str]:
 
 def _claim(tree: Tree, state: State, manifest: Manifest) -> str | None:
     """What is to be said of a tree whose ``package_info.py`` claims a release that its files are not of."""
-    common = set(manifest.releases).intersection(*(file.releases for file in state.upstream))
+    known = [file.releases for file in state.upstream if file.verdict != LEFT]
+    common = set(manifest.releases).intersection(*known)
     says = tree.says()
     if not state.upstream or not common or says is None or says in common:
         return None
@@ -154,6 +157,8 @@ def _upstream(file: FileState) -> str:
         return f"overlaid, version {file.version}, {whose}, op {file.op}, over {known}"
     if file.verdict == PRISTINE:
         return f"pristine, {known}"
+    if file.verdict == LEFT:
+        return stays(file)
     if file.verdict == ABSENT:
         return f"not there, as in {span(file.releases)}"
     if file.verdict == MISSING:
@@ -207,7 +212,7 @@ def mismatch(tree: Tree, ops: tuple[str, ...], manifest: Manifest, overlay: Over
 def _differs(tree: Tree, ops: tuple[str, ...], manifest: Manifest, overlay: Overlay) -> str | None:
     planned = plan(tree.read, manifest, overlay, ops)
     state = inspect(tree.read, manifest, overlay)
-    if state.record is None and all(file.verdict in (PRISTINE, ABSENT) for file in state.files):
+    if state.record is None and all(file.verdict in UNTOUCHED for file in state.files):
         return "pristine"
     for action in planned.actions:
         if action.changes and action.kind != "record":
@@ -240,7 +245,7 @@ def _not_installed(
 def _not_pristine(tree: Tree, manifest: Manifest, overlay: Overlay) -> str | None:
     state = inspect(tree.read, manifest, overlay)
     for file in state.files:
-        if file.verdict not in (PRISTINE, ABSENT):
+        if file.verdict not in UNTOUCHED:
             return f"{file.path} is {file.verdict}"
     planned = plan_revert(tree, manifest, overlay)
     if planned.changes:

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from scripts.errors import OverlayError, StateError, TreeError, UsageError
-from scripts.manifest import Manifest, Release, TouchedFile, Variant, span
-from scripts.overlay import MARK, PACKAGE, RECORD, Overlay, extend, sha256, split
+from scripts.errors import ExpectationError, OverlayError, StateError, TreeError, UsageError
+from scripts.manifest import ACTIONS, Manifest, Release, TouchedFile, Variant, span
+from scripts.overlay import MARK, PACKAGE, RECORD, Overlay, sha256, split
 from scripts.record import Record, dump, read_record
 
 Read = Callable[[str], "bytes | None"]
 
 PRISTINE, OVERLAID, EDITED, UNKNOWN, MISSING = "pristine", "overlaid", "edited", "unknown", "missing"
-ABSENT = "absent"
+ABSENT, LEFT = "absent", "left"
+UNTOUCHED = (PRISTINE, ABSENT, LEFT)
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,10 @@ class FileState:
 
     ``verdict`` is pristine (upstream's file, or nothing where the overlay adds one), overlaid, edited
     (changed by hand after apply, or content that is not ours at an added path), unknown (an upstream file
-    that is not pinned), missing, or absent (the releases that the tree's other files are of have no such
-    file). ``base`` holds upstream's bytes, where they can be told. ``current`` says whether an overlaid file
-    is what this checkout writes.
+    that is not pinned), missing, absent (the releases that the tree's other files are of have no such
+    file), or left (an optional file that is unknown or missing: it stays as it is). ``base`` holds
+    upstream's bytes, where they can be told. ``current`` says whether an overlaid file is what this checkout
+    writes.
     """
 
     path: str
@@ -59,7 +61,7 @@ class State:
 
     @property
     def upstream(self) -> tuple[FileState, ...]:
-        return tuple(f for f in self.files if f.action == "extend")
+        return tuple(f for f in self.files if f.action != "add")
 
     @property
     def added(self) -> tuple[FileState, ...]:
@@ -69,10 +71,15 @@ class State:
     def ops(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(f.op for f in self.upstream if f.op and f.verdict == OVERLAID))
 
+    @property
+    def left(self) -> tuple[FileState, ...]:
+        return tuple(f for f in self.upstream if f.verdict == LEFT)
+
 
 @dataclass(frozen=True)
 class Action:
-    """One write. ``kind``: record, add, extend, restore (an op no longer asked for) or remove (a stale file).
+    """One write. ``kind``: record, add, extend, patch, restore (an op no longer asked for, or a content that
+    nothing fits) or remove (a stale file).
 
     ``before`` is what is there now (None: nothing), ``after`` what will be (empty for remove).
     """
@@ -94,7 +101,8 @@ class Plan:
 
     A tree that was overlaid otherwise before gets a record that also names the old hashes first, and the
     final one last, so that every state in between is recognised. ``bases`` are upstream's bytes of the files
-    that get a tail, ``others`` those of the files that shall have none.
+    that are changed, ``others`` those of the files that shall be upstream's; ``left`` are the files of the
+    ops that stay upstream's.
     """
 
     actions: tuple[Action, ...]
@@ -103,6 +111,7 @@ class Plan:
     files_as_in: tuple[str, ...]
     bases: Mapping[str, bytes] = field(default_factory=dict)
     others: Mapping[str, bytes] = field(default_factory=dict)
+    left: tuple[FileState, ...] = ()
 
     @property
     def changes(self) -> bool:
@@ -110,7 +119,7 @@ class Plan:
 
     def after(self) -> dict[str, bytes]:
         """The bytes of every file that the finished tree has from us."""
-        return {a.path: a.after for a in self.actions if a.kind in ("record", "add", "extend")}
+        return {a.path: a.after for a in self.actions if a.kind in ("record", "add", *ACTIONS)}
 
 
 def inspect(read: Read, manifest: Manifest, overlay: Overlay) -> State:
@@ -118,7 +127,7 @@ def inspect(read: Read, manifest: Manifest, overlay: Overlay) -> State:
     record = read_record(read(RECORD))
     known = record.known() if record else {}
     files = [_upstream(read, file, overlay) for file in manifest.files.values()]
-    # Tails that another overlay wrote into files which this one leaves alone.
+    # Files that another overlay changed and that this one leaves alone.
     files += [
         _upstream(read, TouchedFile(path, "extend", "", (), ()), overlay)
         for path in sorted(known)
@@ -131,15 +140,18 @@ def inspect(read: Read, manifest: Manifest, overlay: Overlay) -> State:
 
 
 def _absences(files: list[FileState], manifest: Manifest) -> list[FileState]:
-    """A missing file is absent where all files that are there are of a release without it."""
-    of = [set(file.releases) for file in files if file.verdict != MISSING]
+    """A missing file is absent where all files that are there are of a release without it, else left where
+    it is optional."""
+    of = [set(file.releases) for file in files if file.verdict not in (MISSING, LEFT)]
     common = set.intersection(*of) if of else set()
 
     def judged(file: FileState) -> FileState:
-        without = manifest.files[file.path].absent if file.path in manifest.files else ()
-        if file.verdict != MISSING or not common.intersection(without):
+        pin = manifest.files.get(file.path)
+        if file.verdict != MISSING or pin is None:
             return file
-        return replace(file, verdict=ABSENT, without=without)
+        if common.intersection(pin.absent):
+            return replace(file, verdict=ABSENT, without=pin.absent)
+        return replace(file, verdict=LEFT) if pin.optional else file
 
     return [judged(file) for file in files]
 
@@ -147,19 +159,20 @@ def _absences(files: list[FileState], manifest: Manifest) -> list[FileState]:
 def _upstream(read: Read, file: TouchedFile, overlay: Overlay) -> FileState:
     data = read(file.path)
     if data is None:
-        return FileState(file.path, "extend", file.op, MISSING, None)
+        return FileState(file.path, file.action, file.op, MISSING, None)
     found = split(data)
     base = data if found is None else found.base
     if found is not None and not found.intact:
         base_or_none = found.base if found.base_intact else None
-        return FileState(file.path, "extend", found.op, EDITED, data, base_or_none, version=found.version)
+        return FileState(file.path, file.action, found.op, EDITED, data, base_or_none, version=found.version)
     variant = file.variant(sha256(base))
     if found is None:
         damaged = MARK in data and variant is None  # a formatter has broken the marker line, say
-        verdict = EDITED if damaged else PRISTINE if variant else UNKNOWN
-        return FileState(file.path, "extend", file.op, verdict, data, base, variant)
-    current = (found.version, found.tail) == (overlay.version, overlay.tails.get(file.path))
-    return FileState(file.path, "extend", found.op, OVERLAID, data, base, variant, found.version, current)
+        unknown = LEFT if file.optional else UNKNOWN
+        verdict = EDITED if damaged else PRISTINE if variant else unknown
+        return FileState(file.path, file.action, file.op, verdict, data, base, variant)
+    current = data == overlay.over(file.path, base, found.op)
+    return FileState(file.path, file.action, found.op, OVERLAID, data, base, variant, found.version, current)
 
 
 def _added(path: str, data: bytes | None, known: Mapping[str, list[str]], overlay: Overlay) -> FileState:
@@ -206,15 +219,15 @@ def plan(
     _refuse_unknown(state, manifest, ops, release)
     ops = _present(state, ops)
     bases: dict[str, bytes] = {}
-    extends: list[Action] = []
+    writes: list[Action] = []
     restores: list[Action] = []
     as_in: list[set[str]] = []
     for file in state.upstream:
-        if file.op in ops and file.path in overlay.tails and file.base is not None:
+        if file.op in ops and overlay.changes(file.path) and file.base is not None and file.variant:
             bases[file.path] = file.base
             as_in.append(set(file.releases))
-            after = extend(file.base, overlay.tails[file.path], file.op, overlay.version)
-            extends.append(Action(file.path, "extend", file.op, file.data, after))
+            after = _over(overlay, file.path, file.base, file.op)
+            writes.append(Action(file.path, file.action, file.op, file.data, after))
         elif file.op in ops and file.verdict == ABSENT:
             as_in.append(set(file.releases))
         elif file.verdict == OVERLAID and file.base is not None:
@@ -231,10 +244,15 @@ def plan(
     ]
     common = set.intersection(*as_in) if as_in else set()
     files_as_in = tuple(version for version in manifest.releases if version in common)
-    document = _document(overlay, release, files_as_in, ops, adds + extends, bases)
-    work = (*adds, *restores, *extends, *stale)
+    document = _document(overlay, release, files_as_in, ops, adds + writes, bases)
+    work = (*adds, *restores, *writes, *stale)
+    # What another overlay changed in a content that this one does not know is taken back, and then left.
+    unpinned = [
+        f for f in state.upstream if f.path in manifest.files and f.verdict == OVERLAID and not f.variant
+    ]
+    left = tuple(file for file in (*state.left, *unpinned) if file.op in ops)
     others = {path: base for path, base in known_bases(state).items() if path not in bases}
-    return Plan(_with_record(state.record, document, work), ops, release, files_as_in, bases, others)
+    return Plan(_with_record(state.record, document, work), ops, release, files_as_in, bases, others, left)
 
 
 def known_bases(state: State) -> dict[str, bytes]:
@@ -250,6 +268,15 @@ def known_bases(state: State) -> dict[str, bytes]:
             or sha256(file.base) == files.get(file.path, {}).get("before")
         )
     }
+
+
+def _over(overlay: Overlay, path: str, base: bytes, op: str) -> bytes:
+    after = overlay.over(path, base, op)
+    if after is None:
+        found = f"none for sha256 {sha256(base)[:12]}…"
+        remedy = "correct the diff in patches/, or its “becomes”"
+        raise ExpectationError(path, "a diff that gives the pinned result", found, remedy)
+    return after
 
 
 def _with_record(
@@ -315,12 +342,12 @@ def edited(file: FileState) -> StateError:
         return StateError(file.path, "an overlaid file as written", "its line ends were made CRLF", remedy)
     found = "lines that were changed by hand after the overlay was applied"
     remedy = "save the change (diff shows it), restore upstream's file, apply, and keep the change elsewhere"
-    return StateError(file.path, "upstream's lines, the marker and the tail as written", found, remedy)
+    return StateError(file.path, "the lines, the marker and what is below it as written", found, remedy)
 
 
 def _present(state: State, ops: tuple[str, ...]) -> tuple[str, ...]:
     """The ops that have any file in a tree. Raises TreeError when none has."""
-    found = {file.op for file in state.upstream if file.verdict != ABSENT}
+    found = {file.op for file in state.upstream if file.verdict not in (ABSENT, LEFT)}
     left = tuple(op for op in ops if op in found)
     if left or not ops:
         return left
@@ -330,8 +357,9 @@ def _present(state: State, ops: tuple[str, ...]) -> tuple[str, ...]:
 
 def _refuse_unknown(state: State, manifest: Manifest, ops: tuple[str, ...], release: Release | None) -> None:
     def bad(file: FileState) -> bool:
-        known = file.variant is not None or file.verdict == ABSENT
-        return not known or (release is not None and release.version not in file.releases)
+        if release is not None:
+            return release.version not in file.releases
+        return file.variant is None and file.verdict != ABSENT and not manifest.files[file.path].optional
 
     wrong = [f for f in state.upstream if f.path in manifest.files and f.op in ops and bad(f)]
     if not wrong:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from scripts import arguments as types
 from scripts import source
-from scripts.apply import split_ops
+from scripts.apply import split_ops, stays
 from scripts.errors import ExpectationError, SourceError, TreeError, UsageError, command, quoted
 from scripts.files import locked, require_folder, working
 from scripts.manifest import Manifest, PinnedFile, Release, load, span
@@ -250,7 +250,10 @@ def _report(patched: Patched, path: Path) -> None:
     print(f"  {len(patched.data)} bytes, sha256 {sha256(patched.data)}")
     print(f"  from {patched.upstream.filename}, {what}")
     added = kinds.count("add") + 1
-    print(f"  ops {', '.join(planned.ops)}: {kinds.count('extend')} extended, {added} added with the record")
+    changed = f"{kinds.count('extend')} extended, {kinds.count('patch')} patched"
+    print(f"  ops {', '.join(planned.ops)}: {changed}, {added} added with the record")
+    for file in planned.left:
+        print(f"  left: {file.path} {stays(file)}")
     for name in patched.upstream.signatures:
         print(f"  left out: {name}, which signs upstream's RECORD")
     print(f"  pip install --no-deps --force-reinstall {shlex.quote(shown)}")

@@ -104,8 +104,9 @@ def _compare_step(before: dict[str, Any], after: dict[str, Any], ops: list[str])
         if not error <= limit:
             problems.append(f"{name}: error {error:.2e} of the largest value, limit {limit:.2e}")
     norms = after["fp32"]["norms"]
+    there = step.FINAL_NORM in after["fp32"]["patched"]
     wanted = {
-        name: step.OURS if "norms" in ops and not was.startswith("transformer_engine") else was
+        name: step.OURS if "norms" in ops and (there or not was.startswith("transformer_engine")) else was
         for name, was in before["fp32"]["norms"].items()
     }
     problems += [

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ def _run(case: Case, device: torch.device) -> dict[str, Any]:
             for name, gradient in zip(wanted, gradients):
                 _record(result, f"d {name}", gradient)
     except Exception as error:
-        result["error"] = (type(error).__name__, str(error).replace(str(runtime.tree()), "TREE"))
+        text = str(error).replace(str(runtime.tree()), "TREE")
+        result["error"] = (type(error).__name__, re.sub(r"0x[0-9a-f]+", "ADDRESS", text))
     result["overwritten"] = [name for name, was in before.items() if not torch.equal(was, tensors[name])]
     if overlay is not None:
         result["counters"] = overlay.counters().get(case.op)

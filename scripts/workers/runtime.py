@@ -179,6 +179,12 @@ def overlay() -> ModuleType | None:
     return importlib.import_module("megatron.core.liger")
 
 
+def patched_files() -> list[str]:
+    """The upstream files that the tree's record says diffs changed."""
+    record = importlib.import_module("megatron.core.liger.installed").record() or {"files": {}}
+    return sorted(path for path, entry in record["files"].items() if entry["action"] == "patch")
+
+
 def versions() -> dict[str, str]:
     """Versions of what the results depend on."""
     import triton

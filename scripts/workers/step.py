@@ -19,6 +19,7 @@ VOCABULARY, SEQUENCE, BATCH = 96, 12, 2
 SEED = 1234
 LOSSES = ("fused", "unfused")
 OURS = "megatron.core.liger.norms.RMSNorm"
+FINAL_NORM = "megatron/core/transformer/transformer_block.py"  # whose diff asks the layers what it shall be
 
 
 def expected_calls(ops: list[str], norms: int) -> dict[str, dict[str, int]]:
@@ -38,7 +39,7 @@ def run(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     Returns:
         ``tensors``: the loss of each token by each cross-entropy, and every parameter's gradient of the
         unfused one (the fused one's goes through bfloat16 upstream); ``norms``: the class of each norm;
-        ``counters``: of an overlaid tree.
+        of an overlaid tree ``counters``, and ``patched``: the files that diffs changed.
     """
     overlay = runtime.overlay()
     model: Any = _model(device, dtype)
@@ -70,6 +71,7 @@ def run(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
             if name.rpartition(".")[2] in NORM_SLOTS
         },
         "counters": overlay.counters() if overlay is not None else None,
+        "patched": runtime.patched_files() if overlay is not None else [],
     }
 
 

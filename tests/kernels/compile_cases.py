@@ -7,6 +7,7 @@ yields labels and calls.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -81,6 +82,27 @@ def cross_entropy(module: Any, warp_size: int, shared_memory: int) -> Cases:
         yield label, partial(step, 18992, torch.bfloat16, **options)
 
 
+def linear_cross_entropy(module: Any, warp_size: int, shared_memory: int) -> Cases:
+    """Of a vocabulary in tiles: the first, which counts labels, one in the middle, the last."""
+    loss = sys.modules[module.launch_forward.__module__]  # where the kernels are
+    loss.choose_tile = partial(loss.choose_tile, warp_size=warp_size)
+
+    def step(vocabulary: int, count: int, dtype: torch.dtype, **options: Any) -> None:
+        module.choose_tiling = lambda rows, hidden_size, vocabulary, *_: module._split(vocabulary, count)
+        hidden, weight = leaf(6, 2, 16, dtype=dtype), leaf(vocabulary, 16, dtype=dtype)
+        target = torch.zeros(6, 2, dtype=torch.int64)
+        module.linear_cross_entropy(hidden, weight, target, **options).sum().backward()
+
+    # Odd in one tile; three tiles, of which the last is of the same size, is odd, or is narrow and odd.
+    for vocabulary, count in ((50257, 1), (12288, 3), (50257, 3), (41, 3)):
+        for name, dtype in DTYPES.items():
+            if name != "bf16" and vocabulary != 50257:
+                continue
+            for smoothing in (0.0,) if name == "fp16" else (0.0, 0.1):
+                label = f"vocabulary={vocabulary}, {count} tiles, {name}, smoothing={smoothing}"
+                yield label, partial(step, vocabulary, count, dtype, label_smoothing=smoothing)
+
+
 def norms(module: Any, warp_size: int, shared_memory: int) -> Cases:
     module.multiprocessors = lambda x: MULTIPROCESSORS
     module.shared_memory = lambda x: shared_memory
@@ -105,12 +127,12 @@ def norms(module: Any, warp_size: int, shared_memory: int) -> Cases:
         function = module.layer_norm if layer_norm else module.rms_norm
         function(x, *parameters, 1e-5, zero_centered=zero_centered).backward(dy)
 
-    # Narrow and odd; a head's, many rows to a program; odd; one row to a program, in each launch of the
-    # backward; in blocks of columns in both directions.
-    for n in (7, 128, 4095, 4096, 7168, 8192, 16384, 65536):
+    # Narrow and odd; many rows to a program; odd; one row to a program, in each launch of the backward; in
+    # blocks of columns in both directions.
+    for n in (7, 128, 192, 512, 1024, 4095, 4096, 7168, 8192, 16384, 65536):
         for name, dtype in DTYPES.items():
             # float16 differs from bfloat16 in the conversion only, float32 in the launches too.
-            if (name == "fp16" and n != 128) or (name == "fp32" and n % 128):
+            if (name == "fp16" and n != 128) or (name == "fp32" and n == 4095):
                 continue
             for layer_norm in (False, True):
                 for wanted in ("all", "x", "parameters"):

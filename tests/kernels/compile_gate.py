@@ -29,6 +29,8 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 # The arguments through which the kernels of an op read and write whole rows.
 READ = {"swiglu": {"y", "partials"}, "cross": {"logits"}, "norm": {"x", "dweight_partials", "dbias_partials"}}
 WRITTEN = {"swiglu": {"out", "dy"}, "cross": {"dlogits"}, "norm": {"out", "dx"}}
+# Ops without kernels of their own, and the module whose kernels they launch.
+LAUNCHES = {"linear_cross_entropy": "cross_entropy"}
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,10 @@ def load(name: str) -> Any:
 
 def main(op: str, target_name: str, shared_memory: int) -> None:
     backend, arch, warp_size = target_name.split(":")
-    module = load(op)
-    calls = record(module, getattr(compile_cases, op)(module, int(warp_size), shared_memory))
+    kernels = module = load(op)
+    if op in LAUNCHES:
+        kernels = importlib.import_module(f"liger_kernels.{LAUNCHES[op]}")
+    calls = record(kernels, getattr(compile_cases, op)(module, int(warp_size), shared_memory))
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, int(warp_size))

@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,3 +41,39 @@ def launched() -> Counter[str]:
     """The count of launches, from zero."""
     launches.LAUNCHES.clear()
     return launches.LAUNCHES
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, Any], list[Any]]:
+    """Runs a program of this folder as so many ranks on saved cases: on GPUs, else in the interpreter.
+
+    Its arguments are `RANK RANKS STORE CASES RESULTS`. Returns what each rank saved.
+    """
+
+    def run(name: str, ranks: int, cases: Any) -> list[Any]:
+        folder = tmp_path_factory.mktemp("ranks")
+        torch.save(cases, folder / "cases")
+        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        if torch.cuda.device_count() < ranks:
+            environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        program = Path(__file__).with_name(name)
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(program), str(rank), str(ranks)]
+                + [str(folder / file) for file in ("store", "cases", f"results{rank}")],
+                env=environment,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            errors = [process.communicate(timeout=300)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        for process, error in zip(processes, errors):
+            assert process.returncode == 0, error[-3000:]
+        return [torch.load(folder / f"results{rank}") for rank in range(ranks)]
+
+    return run

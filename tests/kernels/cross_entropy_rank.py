@@ -52,7 +52,8 @@ def counted(name: str, function: Callable[..., Any], calls: Counter[str]) -> Cal
     return wrapper
 
 
-def main(rank: int, ranks: int, store: str, cases: str, results: str) -> None:
+def join(rank: int, ranks: int, store: str) -> torch.device:
+    """Import the kernels and join the other ranks; this rank's device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     register("liger_kernels", ROOT / "kernels")
@@ -61,10 +62,6 @@ def main(rank: int, ranks: int, store: str, cases: str, results: str) -> None:
         from scripts import interpreter
 
         interpreter.round_bf16_to_nearest_even()
-    from liger_kernels.cross_entropy import vocab_parallel_cross_entropy
-    from liger_kernels.launches import COLLECTIVES as COUNTED
-    from liger_kernels.launches import LAUNCHES
-
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         rank=rank,
@@ -72,10 +69,24 @@ def main(rank: int, ranks: int, store: str, cases: str, results: str) -> None:
         init_method=f"file://{store}",
         timeout=timedelta(seconds=120),
     )
+    return device
+
+
+def count_collectives() -> Counter[str]:
+    """Counts from here on all that torch is asked for."""
     calls: Counter[str] = Counter()
     for name in COLLECTIVES:
         setattr(dist, name, counted(name, getattr(dist, name), calls))
+    return calls
 
+
+def main(rank: int, ranks: int, store: str, cases: str, results: str) -> None:
+    device = join(rank, ranks, store)
+    from liger_kernels.cross_entropy import vocab_parallel_cross_entropy
+    from liger_kernels.launches import COLLECTIVES as COUNTED
+    from liger_kernels.launches import LAUNCHES
+
+    calls = count_collectives()
     found = []
     for logits, target, dloss, options in torch.load(cases):
         for counter in (calls, COUNTED, LAUNCHES):

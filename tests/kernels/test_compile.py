@@ -27,6 +27,7 @@ TARGETS = {
 OPS = {
     "swiglu": ("swiglu", ("forward", "backward", "bias_backward", "bias_reduce"), 40),
     "cross_entropy": ("cross_entropy", ("forward", "combine", "backward"), 25),
+    "linear_cross_entropy": ("cross_entropy", ("forward", "combine", "backward"), 25),
     "norms": ("norm", ("forward", "long_forward", "row_sums", "backward", "reduce"), 100),
 }
 
@@ -53,7 +54,7 @@ def test_every_launch_compiles(target: str, op: str, tmp_path: Path) -> None:
     assert len(aligned) > least / 2
     assert [x["name"] for x in aligned if not x["wide_loads"]] == []
     assert [x["name"] for x in aligned if x["writes_rows"] and not x["wide_stores"]] == []
-    if op == "cross_entropy" and target.startswith("cuda"):
+    if prefix == "cross_entropy" and target.startswith("cuda"):
         few_exponentials([x for x in launches if "UNROLL" in x["constants"]])
 
 

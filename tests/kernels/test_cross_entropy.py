@@ -789,6 +789,17 @@ def test_tiles_fit_the_hardware() -> None:
             assert tile.block < 2 * max(columns, tile.vector)
 
 
+def test_the_sum_of_many_tiles(device: torch.device) -> None:
+    # One value is nearly all of its lane's sum, to which each tile adds the same, rounded in the same way.
+    logits = (torch.rand(8, 4096, device=device) - 13).repeat(1, 16)
+    logits[:, 0] = 0
+    target = torch.zeros(8, dtype=torch.int64, device=device)
+    loss = vocab_parallel_cross_entropy(logits, target)
+    exact = cross_entropy_reference(logits.double(), target)
+    error = ((loss.double().exp() - exact.exp()) / exact.exp()).abs()
+    assert error.max() <= 8 * 2.0**-24, f"{error.max():.1e}"  # the values of one tile
+
+
 # --- Only on a GPU ---
 
 

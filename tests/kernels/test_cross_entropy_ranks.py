@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,32 +42,9 @@ CASES = all_cases()
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def results(run_ranks: Callable[..., list[Any]]) -> dict[str, list[Any]]:
     """What each rank found, by case."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.save(list(CASES.values()), folder / "cases")
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    if torch.cuda.device_count() < RANKS:
-        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    program = Path(__file__).with_name("cross_entropy_rank.py")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(rank), str(RANKS)]
-            + [str(folder / name) for name in ("store", "cases", f"results{rank}")],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, error in zip(processes, errors):
-        assert process.returncode == 0, error[-3000:]
-    found = [torch.load(folder / f"results{rank}") for rank in range(RANKS)]
+    found = run_ranks("cross_entropy_rank.py", RANKS, list(CASES.values()))
     return {name: list(ranks) for name, *ranks in zip(CASES, *found)}
 
 

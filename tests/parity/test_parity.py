@@ -191,7 +191,7 @@ def _step(shift: float = 0.0, *, kernel: bool = False) -> dict[str, Any]:
         }
         for op, wanted in step.expected_calls(list(OPS), len(names)).items()
     }
-    return {"fp32": {**result, "counters": counts}}
+    return {"fp32": {**result, "counters": counts, "patched": [step.FINAL_NORM]}}
 
 
 def test_a_models_step_that_is_right() -> None:
@@ -199,6 +199,22 @@ def test_a_models_step_that_is_right() -> None:
     row = parity_compare._compare_step(_step(), _step(1e-6, kernel=True), list(OPS))
     assert row["problems"] == []
     assert (row["launches"], row["served"]) == (len(OPS), "kernel")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_transformer_engines_final_norm_is_ours_where_the_call_site_is(there: bool) -> None:
+    te = {"decoder.final_layernorm": "transformer_engine.pytorch.RMSNorm"}
+    for ours in (True, False):
+        before, after = _step(), _step(kernel=True)
+        before["fp32"]["norms"] |= te
+        after["fp32"]["norms"] |= dict.fromkeys(te, step.OURS) if ours else te
+        after["fp32"]["patched"] = [step.FINAL_NORM] if there else []
+        for entry in after["fp32"]["counters"]["norms"]["entries"].values():
+            entry["kernel"] += 2 * ours
+        problems = parity_compare._compare_step(before, after, list(OPS))["problems"]
+        assert [text.split(" is ")[0] for text in problems] == (
+            ["decoder.final_layernorm"] if ours != there else []
+        )
 
 
 def _without(result: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from scripts import source
 from scripts.apply import apply_tree
 from scripts.manifest import Manifest, PinnedFile, Release, TouchedFile, Variant, load
 from scripts.overlay import PACKAGE, Overlay, sha256
+from scripts.patches import Diff, Fit, Hunk, Patch, change
 from scripts.record import line
 from scripts.revert import Reverted, revert_tree
 from scripts.tree import Tree
@@ -22,6 +23,7 @@ from scripts.verify import Plan
 ALPHA = "megatron/core/fusions/alpha.py"
 BETA = "megatron/core/fusions/beta.py"
 BETA2 = "megatron/core/tensor_parallel/beta.py"
+GAMMA = "megatron/core/models/gamma.py"
 RECORD_FILE = "megatron_core-1.0.dist-info/RECORD"
 
 Snapshot = dict[str, tuple[int, bytes | None]]
@@ -29,7 +31,8 @@ Snapshot = dict[str, tuple[int, bytes | None]]
 
 @dataclass(frozen=True)
 class World:
-    """A fake release 1.0 whose op alpha has one file and whose op beta has two, and an overlay for it."""
+    """A fake release 1.0 whose op alpha has one file and whose op beta has two and a patched, optional one,
+    and an overlay for it."""
 
     root: Path
     upstream: Mapping[str, bytes]
@@ -73,6 +76,20 @@ def snapshot(root: Path) -> Snapshot:
     return found
 
 
+def make_patch(base: bytes, version: int = 1) -> Patch:
+    """The patch of GAMMA: other text for its last whole line (if it has one), and a line at its beginning."""
+    rows = base.splitlines(keepends=True) if b"\r" not in base else []
+    number = max((i for i, row in enumerate(rows, 1) if row.endswith(b"\n")), default=0)
+    new = b"# line %d of version %d\n" % (number, version)
+    hunks = (Hunk(0, (), 1, (b"import gamma\n",)),)
+    if number:
+        hunks += (Hunk(number, (rows[number - 1],), number + 1, (new, new)),)
+    after = change(base, hunks)
+    assert after is not None
+    header = b"# entry: gamma\n#   why: version %d\n" % version
+    return Patch(GAMMA, header, (Diff({sha256(base): Fit(0, sha256(after))}, hunks, 1),))
+
+
 def make_world(root: Path, bases: Mapping[str, bytes] | None = None, *, version: int = 1) -> World:
     """A world that is not written yet; ``bases`` replaces upstream's bytes of some files."""
     upstream = {
@@ -82,6 +99,7 @@ def make_world(root: Path, bases: Mapping[str, bytes] | None = None, *, version:
         ALPHA: b"def alpha(x):\n    return x\n",
         BETA: b"def beta(x):\n    return -x\n",
         BETA2: b"def beta2(x):\n    return 2 * x\n",
+        GAMMA: b"def gamma(x):\n    y = x\n    return y\n",
         **(bases or {}),
     }
     ops = {ALPHA: "alpha", BETA: "beta", BETA2: "beta"}
@@ -89,6 +107,8 @@ def make_world(root: Path, bases: Mapping[str, bytes] | None = None, *, version:
         path: TouchedFile(path, "extend", op, (), (Variant(sha256(upstream[path]), ("1.0",), "made here"),))
         for path, op in ops.items()
     }
+    variant = Variant(sha256(upstream[GAMMA]), ("1.0",), "made here")
+    files[GAMMA] = TouchedFile(GAMMA, "patch", "beta", (), (variant,), optional=True)
     release = Release(
         "1.0", (PinnedFile("megatron_core-1.0-cp311-cp311-manylinux_2_28_x86_64.whl", "0" * 64),)
     )
@@ -102,6 +122,7 @@ def make_world(root: Path, bases: Mapping[str, bytes] | None = None, *, version:
         },
         tails={path: b"# tail %d of %b\n" % (version, path.encode()) for path in ops},
         commit=None,
+        diffs={GAMMA: make_patch(upstream[GAMMA], version)},
     )
     return World(root, upstream, Manifest({"1.0": release}, {"1.1": "wrong version"}, files), overlay)
 
@@ -147,7 +168,7 @@ def next_version(world: World) -> World:
     return replace(
         world,
         manifest=replace(later.manifest, files=files),
-        overlay=replace(later.overlay, ops=("alpha",), added=added, tails=tails),
+        overlay=replace(later.overlay, ops=("alpha",), added=added, tails=tails, diffs={}),
     )
 
 

@@ -18,6 +18,7 @@ from scripts.verify import ABSENT, MISSING, inspect, plan
 ALPHA = "megatron/core/fusions/alpha.py"
 BETA = "megatron/core/fusions/beta.py"
 BETA2 = "megatron/core/tensor_parallel/beta.py"
+GAMMA = "megatron/core/models/gamma.py"
 OLD = "0.9"
 
 
@@ -53,7 +54,7 @@ def test_an_absent_file_keeps_nothing_from_its_op(world: Any) -> None:
 
 
 def test_an_op_without_any_file_is_left_out(world: Any) -> None:
-    w = older(world, BETA, BETA2)
+    w = older(world, BETA, BETA2, GAMMA)
     planned = w.apply("alpha", "beta")
     assert planned.ops == ("alpha",)
     record = read_record(w.path(RECORD).read_bytes())

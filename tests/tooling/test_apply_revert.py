@@ -24,6 +24,7 @@ from scripts.verify import plan
 ALPHA = "megatron/core/fusions/alpha.py"
 BETA = "megatron/core/fusions/beta.py"
 BETA2 = "megatron/core/tensor_parallel/beta.py"
+GAMMA = "megatron/core/models/gamma.py"
 
 CONTENT = st.builds(
     lambda lines, end, last: end.join(lines) + last,
@@ -35,7 +36,7 @@ MODES = st.sampled_from([0o644, 0o755, 0o600, 0o664, 0o640])
 
 
 @settings(deadline=None, max_examples=60)
-@given(bases=st.fixed_dictionaries({ALPHA: CONTENT, BETA: CONTENT, BETA2: CONTENT}), mode=MODES)
+@given(bases=st.fixed_dictionaries(dict.fromkeys((ALPHA, BETA, BETA2, GAMMA), CONTENT)), mode=MODES)
 def test_revert_gives_back_every_byte_and_mode(
     new_world: Callable[..., Any], bases: dict[str, bytes], mode: int
 ) -> None:
@@ -45,6 +46,7 @@ def test_revert_gives_back_every_byte_and_mode(
         before = world.snapshot()
         world.apply()
         assert world.path(ALPHA).read_bytes().startswith(bases[ALPHA])
+        assert world.path(GAMMA).read_bytes().startswith(b"import gamma\n")
         assert stat.S_IMODE(world.path(ALPHA).stat().st_mode) == mode
         world.revert()
         assert world.snapshot() == before
@@ -62,7 +64,11 @@ def test_what_apply_writes(world: Any) -> None:
     assert record["release"] is None
     assert record["files_as_in"] == ["1.0"]
     assert record["ops"] == ["alpha", "beta"]
-    assert set(record["files"]) == {*world.overlay.tails, *world.overlay.added}
+    patched = world.path(GAMMA).read_bytes()
+    assert patched.startswith(b"import gamma\ndef gamma(x):\n    y = x\n# line 3 of version 1\n")
+    assert b"\n# -    return y\n" in patched
+    assert set(record["files"]) == {*world.overlay.tails, *world.overlay.added, GAMMA}
+    assert record["files"][GAMMA]["action"] == "patch"
     assert planned.actions[0].path == RECORD
     assert world.path(RECORD).read_bytes().endswith(b"}\n")
 

@@ -183,7 +183,7 @@ def test_a_tree_that_says_another_version(real_tree: Path, capsys: pytest.Captur
     capsys.readouterr()
     assert cli.main(["apply", "--tree", str(real_tree)]) == 0
     said = capsys.readouterr().out
-    assert "as in 0.13.0 … 0.16.1 (9 releases)" in said
+    assert "as in 0.16.0, 0.16.1;" in said
     assert "says 0.20.0" in said
     assert f"parity --tree {real_tree}" in said
 
@@ -308,7 +308,7 @@ def test_status_repeats_what_the_tree_claims(real_tree: Path, capsys: pytest.Cap
     (real_tree / "megatron/core/package_info.py").write_bytes(b"MAJOR = 0\nMINOR = 17\nPATCH = 0\n")
     assert cli.main(words) == 0
     said = capsys.readouterr().out
-    assert "as in 0.13.0 … 0.16.1 (9 releases)" in said
+    assert "as in 0.16.0, 0.16.1;" in said
     assert "says 0.17.0" in said
 
 

@@ -44,6 +44,22 @@ if "alpha" in globals():
     def alpha(x):
         return _upstream_alpha(x)
 """
+CALLER = "megatron/core/models/caller.py"
+DIFF = b"""# SPDX-License-Identifier: Apache-2.0
+# entry: Caller.call
+#   op: alpha
+#   kind: fix
+#   why: it calls alpha twice
+#   upstream: none
+#   retires when: never
+
+# fits: %b becomes: %b
+--- a/megatron/core/models/caller.py
++++ b/megatron/core/models/caller.py
+@@ -3 +3 @@
+-    alpha(alpha(x))
++    alpha(x)
+""" % (b"e" * 64, b"f" * 64)
 SETTINGS = b'# SPDX-License-Identifier: Apache-2.0\nOPS = ("alpha",)\n'
 
 
@@ -55,13 +71,18 @@ def sound() -> PatchSet:
         PinnedFile("megatron_core-1.0.tar.gz", "d" * 64),
         "made here",
     )
-    files = {PATH: TouchedFile(PATH, "extend", "alpha", ("alpha",), (variant,))}
+    caller = Variant("e" * 64, ("1.0",), "made here", {"Caller.call": "b" * 64})
+    files = {
+        PATH: TouchedFile(PATH, "extend", "alpha", ("alpha",), (variant,)),
+        CALLER: TouchedFile(CALLER, "patch", "alpha", ("Caller.call",), (caller,), optional=True),
+    }
     text = License("LICENSES/theirs.txt", sha256(b"theirs"), ("1.0",), "made here")
     return PatchSet(
         Manifest({"1.0": release}, {}, files, (text,)),
         {f"overlay/{PATH}": TAIL},
         {"overlay/megatron/core/liger/settings.py": SETTINGS},
         {"LICENSES/theirs.txt": b"theirs"},
+        diffs={f"patches/{CALLER}.patch": DIFF},
     )
 
 
@@ -69,10 +90,15 @@ def with_tail(change: Callable[[bytes], bytes]) -> PatchSet:
     return replace(sound(), tails={f"overlay/{PATH}": change(TAIL)})
 
 
-def with_file(**changes: Any) -> PatchSet:
+def with_file(path: str = PATH, **changes: Any) -> PatchSet:
     patch_set = sound()
-    file = replace(patch_set.manifest.files[PATH], **changes)
-    return replace(patch_set, manifest=replace(patch_set.manifest, files={PATH: file}))
+    file = replace(patch_set.manifest.files[path], **changes)
+    files = {**patch_set.manifest.files, path: file}
+    return replace(patch_set, manifest=replace(patch_set.manifest, files=files))
+
+
+def with_diff(change: Callable[[bytes], bytes], path: str = CALLER) -> PatchSet:
+    return replace(sound(), diffs={f"patches/{path}.patch": change(DIFF)})
 
 
 def with_variant(**changes: Any) -> PatchSet:
@@ -155,6 +181,19 @@ BROKEN: list[tuple[Rule, PatchSet, str]] = [
         replace(sound(), tails={**sound().tails, "overlay/megatron/x.py": TAIL}),
         "has no pin",
     ),
+    (lint.parses, with_diff(lambda d: d.replace(b"-    alpha", b"     alpha")), "no context"),
+    (lint.pins_have_tails, replace(sound(), diffs={}), "has no diffs"),
+    (lint.pins_have_tails, with_file(CALLER, action="extend"), "has no tail"),
+    (lint.pins_have_tails, with_file(CALLER, action="extend"), "the pinned action is extend"),
+    (lint.pins_have_tails, with_diff(lambda d: d, PATH), "the pinned action is extend"),
+    (lint.pins_have_tails, with_diff(lambda d: d, "megatron/x.py"), "has no pin"),
+    (lint.diffs_fit_pins, with_diff(lambda d: d.replace(b"caller.py", b"other.py")), "the diff is of"),
+    (lint.diffs_fit_pins, with_diff(lambda d: d.replace(b"e" * 64, b"d" * 64)), "fits dddddddddddd, which"),
+    (lint.diffs_fit_pins, with_diff(lambda d: d.replace(b"e" * 64, b"d" * 64)), "no diff fits eeeeeeeeeeee"),
+    (lint.diffs_fit_pins, with_diff(lambda d: d.replace(b"op: alpha", b"op: beta")), "op is beta, and alpha"),
+    (lint.optional_has_a_rest, with_file(optional=True), "every file of alpha is optional"),
+    (lint.ledger_complete, with_diff(lambda d: d.replace(b"kind: fix", b"")), "kind"),
+    (lint.ledger_matches_pins, with_file(CALLER, entries=()), "not among the pinned"),
     (lint.ledger_complete, with_tail(lambda d: d.replace(b"#   kind: speed\n", b"")), "kind"),
     (lint.ledger_complete, with_tail(lambda d: d.replace(b"speed", b"taste")), "kind is taste"),
     (lint.ledger_complete, with_tail(lambda d: d.replace(b"never", b"")), "retires when"),
@@ -216,12 +255,13 @@ def test_an_entry_that_a_variant_lacks_is_asked_for() -> None:
 def test_a_release_without_the_file_is_said_so() -> None:
     patch_set = sound()
     releases = {**patch_set.manifest.releases, "0.9": patch_set.manifest.releases["1.0"]}
-    files = {PATH: replace(patch_set.manifest.files[PATH], absent=("0.9",))}
+    files = {p: replace(file, absent=("0.9",)) for p, file in patch_set.manifest.files.items()}
     said = replace(patch_set, manifest=replace(patch_set.manifest, releases=releases, files=files))
     assert list(lint.releases_complete(said)) == []
     unsaid = replace(patch_set, manifest=replace(patch_set.manifest, releases=releases))
-    (problem,) = lint.releases_complete(unsaid)
-    assert "0.9 has no variant" in problem.message
+    problems = list(lint.releases_complete(unsaid))
+    assert len(problems) == 2
+    assert all("0.9 has no variant" in problem.message for problem in problems)
 
 
 def test_imports_inside_functions_and_for_types_are_fine() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from scripts.overlay import ROOT, extend, load_overlay, overlay_version, sha256, split
 
+PATCH = "patches/megatron/core/models/backends.py.patch"
 LINES = st.lists(st.sampled_from([b"x = 1", b"  y  ", b"", b"\t", b"# caf\xc3\xa9", b"\xff\x00"]), max_size=4)
 BASES = st.builds(
     lambda lines, end, last: end.join(lines) + last,
@@ -180,7 +181,7 @@ def test_the_commit_depends_on_what_is_written_alone(
 
 
 @pytest.mark.parametrize(
-    "path", ["kernels/rows.py", "kernels/fresh.py", "kernels/ignored.py", "patches/releases.json"]
+    "path", ["kernels/rows.py", "kernels/fresh.py", "kernels/ignored.py", "patches/releases.json", PATCH]
 )
 def test_other_bytes_than_the_commits_show(checkout: Path, path: str) -> None:
     head = git(checkout, "rev-parse", "HEAD")

@@ -108,8 +108,9 @@ def check(manifest: Manifest) -> None:
         assert not {"", ".", ".."} & set(path.split("/"))
         assert file.action in ACTIONS
         assert re.fullmatch("[a-z0-9_]+", file.op)  # as the marker line has it
-        assert all(name.isidentifier() for name in file.entries)
+        assert all(part.isidentifier() for name in file.entries for part in name.split("."))
         assert all(isinstance(version, str) for version in file.absent)
+        assert isinstance(file.optional, bool)
         for variant in file.variants:
             assert HASH.fullmatch(variant.sha256)
             assert all(isinstance(version, str) for version in variant.releases)

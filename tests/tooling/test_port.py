@@ -171,3 +171,31 @@ def test_the_command(pristine_tree: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_refusals(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["port", *words]) == code
     assert "expected:" in capsys.readouterr().err
+
+
+BACKENDS = "megatron/core/models/backends.py"
+
+
+def test_a_patched_file_gets_a_draft_or_is_said_to_need_a_diff(pristine_tree: Path) -> None:
+    old = port.read_tree(pristine_tree)
+    data = old[BACKENDS]
+    same = port.triage("old", old, "new", {**old, BACKENDS: data + b"# more\n"}, load())
+    moved = port.triage("old", old, "new", {**old, BACKENDS: b"# more\n" + data}, load())
+    gone = port.triage("old", old, "new", {**old, BACKENDS: data.replace(b"global LNImpl", b"pass")}, load())
+    shifts = []
+    for report in (same, moved):
+        file = found(report, BACKENDS)
+        assert (file.verdict, file.pinned) == (port.AROUND, ())
+        assert not report.settled
+        where, line = file.diff
+        assert where.startswith(f"the diff at patches/{BACKENDS}.patch:")
+        assert f"# fits: {file.sha256} shift: " in line
+        assert line in "\n".join(port.lines(report, None))
+        shifts.append(int(line.split("shift: ")[1].split()[0]))
+    assert shifts[1] == shifts[0] + 1
+    file = found(gone, BACKENDS)
+    assert file.verdict == port.CHANGED
+    assert file.diff == [
+        f"no diff of patches/{BACKENDS}.patch fits, wherever its lines are looked for: write one"
+    ]
+    assert "upstream returns the class" in entry(gone, BACKENDS, "LocalSpecProvider.layer_norm").retires_when

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import subprocess
@@ -17,7 +18,7 @@ from scripts import __main__ as cli
 from scripts import source, wheel
 from scripts.apply import apply_tree
 from scripts.manifest import load
-from scripts.overlay import RECORD, load_overlay, sha256, split
+from scripts.overlay import MARK, RECORD, load_overlay, sha256, split
 from scripts.wheelpack import read_wheel
 
 MANIFEST = load()
@@ -52,18 +53,28 @@ def test_the_wheel_is_upstreams_but_for_the_overlay(version: str) -> None:
     )
     text = after.files[f"{after.dist_info}/licenses/LICENSES/Megatron-LM.txt"]
     assert sha256(text) == MANIFEST.license(version).sha256
-    extended = {path for path, file in MANIFEST.files.items() if version not in file.absent}
+    changed = {path: file for path, file in MANIFEST.files.items() if version not in file.absent}
     for path in (path for path in before.files if path.startswith("megatron/")):
-        if path in extended:
+        if path in changed:
             found = split(after.files[path])
             assert found is not None
             assert found.intact
-            assert (found.base, found.tail) == (before.files[path], OVERLAY.tails[path])
+            assert found.base == before.files[path]
+            if changed[path].action == "extend":
+                assert found.tail == OVERLAY.tails[path]
+            else:
+                assert OVERLAY.diffs[path].change(found.base) == (_above(after.files[path]), found.hunks)
+                ast.parse(after.files[path])
         else:
             assert after.files[path] == before.files[path]
     helpers = [path for path in before.files if path.endswith(".so")]
     assert helpers
     assert json.loads(after.files[RECORD])["release"] == version
+
+
+def _above(data: bytes) -> bytes:
+    """What stands above the marker."""
+    return data.partition(MARK)[0]
 
 
 @every_release
@@ -80,7 +91,8 @@ def test_a_tree_of_it_is_overlaid_and_comes_back(
     assert cli.main(["apply", f"megatron=={version}", *tree, "--ops", ops]) == 0
     assert cli.main(["status", *tree, "--expect", "overlaid", "--ops", ops]) == 0
     made = patched(version).wheel.files
-    for path in (*OVERLAY.added, *MANIFEST.files):
+    changed = [path for path, file in MANIFEST.files.items() if version not in file.absent]
+    for path in (*OVERLAY.added, *changed):
         assert (tmp_path / "site" / path).read_bytes() == made[path]
     others = [v for v in MANIFEST.releases if v not in json.loads(made[RECORD])["files_as_in"]]
     for other in others:
@@ -88,7 +100,7 @@ def test_a_tree_of_it_is_overlaid_and_comes_back(
     capsys.readouterr()
     assert cli.main(["diff", *tree]) == 0
     diff = capsys.readouterr().out
-    assert diff.count("\ndiff --git") + 1 == len(OVERLAY.added) + len(MANIFEST.files) + 2  # both records
+    assert diff.count("\ndiff --git") + 1 == len(OVERLAY.added) + len(changed) + 2  # both records
     assert cli.main(["revert", *tree]) == 0
     assert take_snapshot(tmp_path / "site") == before
 
@@ -107,7 +119,8 @@ def test_a_checkout_of_its_tag_has_the_same_files_afterwards(
     planned = apply_tree(tmp_path, OVERLAY.ops, MANIFEST, OVERLAY)
     assert version in planned.files_as_in
     made = patched(version).wheel.files
-    for path in (*OVERLAY.added, *MANIFEST.files):
+    changed = [path for path, file in MANIFEST.files.items() if version not in file.absent]
+    for path in (*OVERLAY.added, *changed):
         assert (tmp_path / path).read_bytes() == made[path]
     records = [json.loads(data)["files"] for data in ((tmp_path / RECORD).read_bytes(), made[RECORD])]
     assert records[0] == records[1]

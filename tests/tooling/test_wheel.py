@@ -25,7 +25,7 @@ from packaging.specifiers import SpecifierSet
 from scripts import source, wheel
 from scripts.errors import SourceError, StateError, TreeError, UsageError
 from scripts.manifest import load
-from scripts.overlay import load_overlay
+from scripts.overlay import load_overlay, split
 from scripts.wheelfile import read_archive
 
 ROOT = Path(wheel.__file__).resolve().parent.parent
@@ -68,11 +68,15 @@ def test_upstreams_wheel_repacked(
     new = {*ours.added, "megatron/core/liger/overlay.json"}
     legal = {f"{folder}/licenses/{name}" for name in ("LICENSE", "NOTICE", "LICENSES/Megatron-LM.txt")}
     assert set(after) == {name.replace(old_folder, folder) for name in before} | new | legal
-    extended = set(load().files)
-    assert extended
-    for name in extended:
+    changed = set(load().files)
+    assert changed == {*ours.tails, *ours.diffs}
+    for name in ours.tails:
         assert after[name].startswith(before[name])
         assert after[name].endswith(ours.tails[name])
+    for name in ours.diffs:
+        parts = split(after[name])
+        assert parts is not None
+        assert (parts.base, parts.intact) == (before[name], True)
     for name, content in ours.added.items():
         assert after[name] == content
     assert after[f"{folder}/WHEEL"] == before[f"{old_folder}/WHEEL"]
@@ -84,7 +88,7 @@ def test_upstreams_wheel_repacked(
     # The raw bytes of each member that is upstream's.
     one = {m.name: m for m in read_archive(upstream.read_bytes(), "").members}
     two = {m.name.replace(folder, old_folder): m for m in read_archive(path.read_bytes(), "").members}
-    rewritten = {*extended, f"{old_folder}/METADATA", f"{old_folder}/RECORD"}
+    rewritten = {*changed, f"{old_folder}/METADATA", f"{old_folder}/RECORD"}
     for name in set(one) - rewritten:
         assert (one[name].data, one[name].local_extra) == (two[name].data, two[name].local_extra)
         assert one[name].local[:26] == two[name].local[:26]

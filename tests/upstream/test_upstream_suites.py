@@ -3,7 +3,8 @@
 
 Each suite runs on a pristine and on an overlaid copy, one process to a GPU, two at most: what passes on the
 first has to pass on the second. Some of upstream's tests fail on its own tree here, for want of GPUs or of
-packages.
+packages; a suite of which none passes is skipped, with its error. Not listed, as nearly all of them need four
+or eight GPUs: tensor_parallel/test_cross_entropy.py and the models of dist_checkpointing.
 """
 
 from __future__ import annotations
@@ -32,9 +33,6 @@ SUITES = {
     "models/test_bert_model.py": (),
     "models/test_t5_model.py": (),
     "models/test_heterogeneous_gpt_model.py": (),
-    "dist_checkpointing/models/test_gpt_model.py": (),
-    "dist_checkpointing/models/test_bert_model.py": (),
-    "dist_checkpointing/models/test_t5_model.py": (),
     "dist_checkpointing/models/test_mlp_glu.py": (),
 }
 NEEDED = (
@@ -112,11 +110,13 @@ def passed(report: Path) -> set[str]:
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_what_passes_on_upstream_passes_here(suite: str, copies: dict[str, Path], tmp_path: Path) -> None:
-    before, _ = run_suite(suite, copies["pristine"], tmp_path / "pristine")
+    before, output = run_suite(suite, copies["pristine"], tmp_path / "pristine")
+    if not before:
+        errors = [line for line in output.splitlines() if line.startswith(("E ", "FAILED", "ERROR"))]
+        pytest.skip(f"none of {suite} passes on upstream's own tree here: {(errors or [output])[0]}")
     after, output = run_suite(suite, copies["overlaid"], tmp_path / "overlaid")
     print(f"{suite}: {len(before)} pass on the pristine tree, {len(after)} on the overlaid one")
     print(*(line for line in output.splitlines() if "liger overlay" in line), sep="\n")
     assert not before - after, output[-6000:]
-    assert before, output[-6000:]
     for entry in SUITES[suite]:
         assert re.search(rf"{entry} [1-9]\d* kernel", output), f"{entry} ran upstream's code"

@@ -321,6 +321,30 @@ class TakenOver:
         return norm
 
 
+def final_norm(spec: Any, upstream: Any) -> Any:
+    """The class of the norm after the last layer, for a block that is made of one layer's spec.
+
+    Args:
+        spec: the layer's ``ModuleSpec``.
+        upstream: what Megatron-Core takes whatever the layers have: TransformerEngine's norm where that can
+            be imported, else Apex's, else torch's.
+
+    Returns:
+        The layer's own class where all its norms are of those that this op builds, else ``upstream``.
+    """
+    if not OP.enabled or platform().reason is not None:
+        return upstream
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    local = (WrappedTorchNorm, FusedLayerNorm, LigerMegatronRMSNorm)
+    submodules = getattr(spec, "submodules", None)
+    places = [getattr(submodules, name, None) for name in ("pre_mlp_layernorm", "input_layernorm")]
+    norms = [norm for norm in places if norm not in (None, IdentityOp)]
+    return norms[0] if norms and all(norm in local for norm in norms) else upstream
+
+
 def _build(kind: type[_Norm]) -> Callable[..., Any]:
     def build(config: Any, hidden_size: int | Sequence[int], eps: float, built_by: str) -> _Norm:
         return kind(
