@@ -96,7 +96,7 @@ def parity(session: nox.Session) -> None:
 
 @nox.session(python=False, default=False, requires=["environment"])
 def train(session: nox.Session) -> None:
-    """Train a small GPT on the pristine and on the overlaid tree and compare."""
+    """Train a small GPT on the pristine and on the overlaid tree and compare; --compare: speed, too."""
     _with_torch(session)
 
 

@@ -38,11 +38,13 @@ class Installed:
 
 
 def main(argv: list[str]) -> int:
-    """``apply megatron==V`` into build/, or ``apply --tree PATH``; raises OverlayError when refused."""
+    """``apply megatron==V`` or a wheel into build/, or ``apply --tree``; raises OverlayError when refused."""
     arguments = _parser().parse_args(argv)
     manifest = load()
     overlay = load_overlay(manifest=manifest)
     ops = split_ops(arguments.ops)
+    if types.is_wheel(arguments.release):
+        return _from_wheel(types.path(arguments.release), manifest, overlay, ops, arguments)
     release = manifest.release(arguments.release) if arguments.release else None
     if arguments.tree is not None:
         if arguments.python or arguments.platform:
@@ -52,21 +54,35 @@ def main(argv: list[str]) -> int:
     if release is None:
         remedy = f"{command('apply', f'megatron=={manifest.newest()}')}, or apply --tree PATH"
         raise UsageError("command line", "a release or a tree", "neither", remedy)
-    dest = BUILD / f"megatron-core-{release.version}"
-    return _into_build(dest, manifest, overlay, ops, release, arguments)
+    wheel = source.fetch(release, arguments.python, arguments.platform)
+    return _into_build(wheel, manifest, overlay, ops, release, arguments.dry_run)
+
+
+def _from_wheel(
+    given: Path,
+    manifest: Manifest,
+    overlay: Overlay,
+    ops: tuple[str, ...] | None,
+    arguments: argparse.Namespace,
+) -> int:
+    if arguments.tree is not None or arguments.python or arguments.platform:
+        found = "a wheel with --tree, --python or --platform"
+        raise UsageError("command line", "a wheel alone", found, "leave the wheel or the others away")
+    release, pin = source.take(given, manifest)
+    return _into_build(source.fetch_file(release, pin), manifest, overlay, ops, release, arguments.dry_run)
 
 
 def _into_build(
-    dest: Path,
+    wheel: Path,
     manifest: Manifest,
     overlay: Overlay,
     ops: tuple[str, ...] | None,
     release: Release,
-    arguments: argparse.Namespace,
+    dry_run: bool,
 ) -> int:
-    wheel = source.fetch(release, arguments.python, arguments.platform)
+    dest = BUILD / f"megatron-core-{release.version}"
     shown = os.path.relpath(dest)
-    if arguments.dry_run:
+    if dry_run:
         planned, upstream, expected = _expected(wheel, manifest, overlay, ops, release, overlaid=True)
         if not _holds(dest, expected):
             _require_ours(dest, expected, upstream)
@@ -190,17 +206,27 @@ def _installed(tree: Tree, planned: Plan, record: Record | None) -> Installed | 
     if path is None:
         return None
     before = tree.read(path) or b""
-    return Installed(path, before, installed_after(before, planned, record))
+    after = installed_after(before, planned, record)
+    left = installs.orphan(after, record.known() if record else {}, planned.after())
+    if left is not None:
+        raise unlike_record(left)
+    return Installed(path, before, after)
+
+
+def unlike_record(path: str) -> StateError:
+    """The refusal of a file that somebody replaced after its line in RECORD was written for the overlay."""
+    expected = "upstream's file or the extended one, since RECORD of the installed package names that"
+    return StateError(path, expected, "neither", "restore upstream's file, then retry")
 
 
 def installed_after(before: bytes, planned: Plan, record: Record | None) -> bytes:
     """RECORD's bytes for the planned tree, whatever state ``before`` is in."""
     known = record.known() if record else {}
-    bases = dict(planned.bases)
+    # A run that was cut short may have listed a file of another op as extended, and not have got to it.
+    bases = {**planned.others, **planned.bases}
     for action in planned.actions:
         known.setdefault(action.path, []).append(sha256(action.after))
         if action.kind == "restore":
-            bases[action.path] = action.after
             known[action.path].append(sha256(action.before or b""))
         elif action.kind in ACTIONS and action.before is not None:
             known[action.path].append(sha256(action.before))
@@ -517,7 +543,9 @@ def _next(form: str, shown: str, *parity: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nox -s apply --", description=__doc__)
-    parser.add_argument("release", nargs="?", metavar="megatron==VERSION", help="a pinned release")
+    parser.add_argument(
+        "release", nargs="?", metavar="megatron==VERSION", help="a pinned release, or the path of its wheel"
+    )
     parser.add_argument("--tree", type=types.path, metavar="PATH", help="overlay this tree in place")
     parser.add_argument("--ops", metavar="A,B", help="only these ops (default: all)")
     parser.add_argument("--python", type=types.text, metavar="3.12", help="take the wheel for this Python")

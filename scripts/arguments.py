@@ -16,6 +16,11 @@ def text(value: str) -> str:
     return value
 
 
+def is_wheel(release: str | None) -> bool:
+    """Whether what stands for a release is the path of a wheel."""
+    return release is not None and release.endswith(".whl")
+
+
 def path(value: str) -> Path:
     """A path; ``~`` is expanded here too, since a shell leaves it alone in ``--tree=~/x``.
 

@@ -129,10 +129,13 @@ def parse_spec(spec: str, example: str = "0.16.1") -> str:
     return normalize(match[1])
 
 
+_VERSION = r"\d+(\.\d+)*(\.?[a-z]+\d*)?(\+[a-z0-9.]+)?"
+
+
 def normalize(version: str) -> str:
     """A version without ``v`` before it or capitals; raises UsageError for what is no version."""
     found = version.lower().removeprefix("v")
-    if not re.fullmatch(r"\d+(\.\d+)*(\.?[a-z]+\d*)?(\+[a-z0-9.]+)?", found):
+    if not re.fullmatch(_VERSION, found):
         raise UsageError("command line", "a version such as 0.16.1", version, "write megatron==0.16.1")
     return found
 
@@ -152,6 +155,8 @@ def parse(releases: Any, files: Any) -> Manifest:
     for document in (r, f):
         if document.get("schema", int) != SCHEMA:
             document.fail("schema", str(SCHEMA), repr(document.value.get("schema")))
+    r.only("schema", "releases", "yanked", "licenses")
+    f.only("schema", "files")
     pinned = {version: _release(version, node) for version, node in r.nodes("releases")}
     return Manifest(
         releases=dict(sorted(pinned.items(), key=lambda item: order(item[0]))),
@@ -162,23 +167,24 @@ def parse(releases: Any, files: Any) -> Manifest:
 
 
 def _release(version: str, node: _Checked) -> Release:
-    wheels = tuple(_pinned(child) for child in node.list_nodes("wheels"))
-    sdist = _pinned(node.node("sdist")) if "sdist" in node.value else None
+    if not re.fullmatch(_VERSION, version, re.ASCII):
+        node.fail("", "a version such as 0.16.1", repr(version))
+    wheels = tuple(_pinned(version, child) for child in node.list_nodes("wheels"))
+    sdist = _pinned(version, node.node("sdist")) if "sdist" in node.value else None
     node.only("wheels", "sdist", "source")
     return Release(version, wheels, sdist, node.get("source", str))
 
 
 def _license(node: _Checked) -> License:
     node.only("path", "sha256", "releases", "source")
-    path: str = node.get("path", str)
-    if not re.fullmatch(r"LICENSES/[A-Za-z0-9][\w.+-]*", path):
-        node.fail("path", "a file below LICENSES/", repr(path))
-    return License(path, node.sha256("sha256"), node.get_list("releases"), node.get("source", str))
+    path = node.text("path", r"LICENSES/[A-Za-z0-9][\w.+-]*")
+    return License(path, node.sha256("sha256"), node.get_list("releases", _VERSION), node.get("source", str))
 
 
-def _pinned(node: _Checked) -> PinnedFile:
+def _pinned(version: str, node: _Checked) -> PinnedFile:
     node.only("filename", "sha256")
-    return PinnedFile(node.get("filename", str), node.sha256("sha256"))
+    filename = node.text("filename", rf"megatron_core-{re.escape(version)}(-[\w.]+)*\.(whl|tar\.gz)")
+    return PinnedFile(filename, node.sha256("sha256"))
 
 
 def _touched(path: str, node: _Checked) -> TouchedFile:
@@ -190,10 +196,10 @@ def _touched(path: str, node: _Checked) -> TouchedFile:
     return TouchedFile(
         path=path,
         action=node.get("action", str),
-        op=node.get("op", str),
-        entries=node.get_list("entries"),
+        op=node.text("op", "[a-z0-9_]+"),
+        entries=node.get_list("entries", r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"),
         variants=tuple(_variant(child) for child in node.list_nodes("variants")),
-        absent=node.get_list("absent") if "absent" in node.value else (),
+        absent=node.get_list("absent", _VERSION) if "absent" in node.value else (),
         optional=node.get("optional", bool) if "optional" in node.value else False,
     )
 
@@ -202,7 +208,7 @@ def _variant(node: _Checked) -> Variant:
     node.only("sha256", "releases", "source", "entries")
     return Variant(
         node.sha256("sha256"),
-        node.get_list("releases"),
+        node.get_list("releases", _VERSION),
         node.get("source", str),
         node.get_texts_or_none("entries"),
     )
@@ -266,7 +272,7 @@ class _Checked:
 
     def get(self, key: str, kind: type[Any]) -> Any:
         found = self.value.get(key)
-        if not isinstance(found, kind):
+        if type(found) is not kind:  # true is no integer here
             self.fail(key, kind.__name__, repr(found))
         return found
 
@@ -276,10 +282,16 @@ class _Checked:
             self.fail(key, "64 lower-case hexadecimal digits", found)
         return found
 
-    def get_list(self, key: str) -> tuple[str, ...]:
+    def text(self, key: str, pattern: str) -> str:
+        found: str = self.get(key, str)
+        if not re.fullmatch(pattern, found, re.ASCII):
+            self.fail(key, f"what matches {pattern}", repr(found))
+        return found
+
+    def get_list(self, key: str, pattern: str) -> tuple[str, ...]:
         found = self.get(key, list)
-        if not all(isinstance(item, str) for item in found):
-            self.fail(key, "a list of strings", repr(found))
+        if not all(isinstance(item, str) and re.fullmatch(pattern, item, re.ASCII) for item in found):
+            self.fail(key, f"a list of what matches {pattern}", repr(found))
         return tuple(found)
 
     def get_texts(self, key: str) -> dict[str, str]:

@@ -131,6 +131,17 @@ def with_overlay(pristine: bytes, after: Mapping[str, bytes], bases: Mapping[str
     return b"".join([*ours, *rows])
 
 
+def orphan(installed: bytes, known: Mapping[str, Iterable[str]], after: Mapping[str, bytes]) -> str | None:
+    """An upstream file for which RECORD would keep a hash that the overlay wrote, where ``after`` has other
+    bytes or none: nobody could tell later whose line that is.
+    """
+    for path, found in rows(installed).items():
+        ours = {_digest(bytes.fromhex(h)) for h in known.get(path, ())}
+        if found in ours and not path.startswith(f"{PACKAGE}/") and found != digest(after.get(path, b"")):
+            return path
+    return None
+
+
 def rows(installed: bytes) -> dict[str, str]:
     """Path and hash (as it stands) of each line of RECORD that is one."""
     found = dict(map(_fields, installed.splitlines()))

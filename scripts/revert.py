@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts import arguments as types
-from scripts.apply import complete_later, is_patched_wheel, patched_wheel
+from scripts.apply import complete_later, is_patched_wheel, patched_wheel, unlike_record
 from scripts.errors import StateError
 from scripts.manifest import ACTIONS, Manifest, load
 from scripts.overlay import PACKAGE, RECORD, Overlay, load_overlay, sha256
-from scripts.record import without_overlay
+from scripts.record import orphan, without_overlay
 from scripts.tree import Tree
-from scripts.verify import EDITED, OVERLAID, Action, State, edited, inspect
+from scripts.verify import EDITED, OVERLAID, Action, State, edited, inspect, known_bases
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,10 @@ def plan_revert(tree: Tree, manifest: Manifest, overlay: Overlay) -> Reverted:
 
 
 def recorded_lines(tree: Tree, state: State) -> tuple[str, bytes, bytes] | None:
-    """RECORD of an installed tree: its path, its bytes, and those without the overlay's lines."""
+    """RECORD of an installed tree: its path, its bytes, and those without the overlay's lines.
+
+    Raises StateError for a file that is no longer the one that its line is of.
+    """
     path = tree.installed_record()
     if path is None:
         return None
@@ -134,8 +137,11 @@ def recorded_lines(tree: Tree, state: State) -> tuple[str, bytes, bytes] | None:
         known.setdefault(file.path, [])
         if file.verdict == OVERLAID and file.data is not None:
             known[file.path].append(sha256(file.data))
-    bases = {f.path: f.base for f in state.upstream if f.base is not None}
-    return path, before, without_overlay(before, known, bases)
+    after = without_overlay(before, known, known_bases(state))
+    left = orphan(after, known, {})
+    if left is not None:
+        raise unlike_record(left)
+    return path, before, after
 
 
 def _carry_out(tree: Tree, planned: Reverted) -> list[str]:

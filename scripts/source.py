@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from scripts.errors import SourceError, UsageError, quoted
 from scripts.files import locked, move_away, require_folder, working
-from scripts.manifest import PinnedFile, Release
+from scripts.manifest import Manifest, PinnedFile, Release
 from scripts.overlay import ROOT
 
 CACHE = ROOT / "build" / "cache"
@@ -83,9 +84,7 @@ def fetch_file(release: Release, wheel: PinnedFile, cache: Path = CACHE) -> Path
         with locked(cache) as alone:
             if target.is_file() and digest(target) == wheel.sha256:
                 return target  # another run has brought it in the meantime
-            # Of runs that were killed: the lock keeps live ones out.
-            for stale in cache.glob("download-????????") if alone else ():
-                shutil.rmtree(stale, ignore_errors=True)
+            _sweep(cache, alone)
             if target.is_dir():
                 raise SourceError(target, "a wheel, or nothing", "a folder", move_away(target))
             with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
@@ -97,6 +96,44 @@ def fetch_file(release: Release, wheel: PinnedFile, cache: Path = CACHE) -> Path
                     )
                 os.replace(found, target)
     return target
+
+
+def take(wheel: Path, manifest: Manifest, cache: Path | None = None) -> tuple[Release, PinnedFile]:
+    """Put a wheel that somebody has into ``cache``, where ``fetch_file`` finds it; its release and its pin.
+
+    Its bytes decide, not its name. Raises SourceError, before the file is opened as a wheel, for one that is
+    not pinned or cannot be read, TreeError when the cache cannot be written.
+    """
+    cache = CACHE if cache is None else cache
+    try:
+        found = digest(wheel)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise SourceError(wheel, "a wheel of upstream's", reason, "give the path of a file") from None
+    known = ((r, pin) for r in manifest.releases.values() for pin in r.wheels if pin.sha256 == found)
+    release, pin = next(known, (None, None))
+    if release is None or pin is None:
+        remedy = "give upstream's own file of a pinned release, or megatron==VERSION to have it downloaded"
+        raise SourceError(wheel, "a wheel whose sha256 is pinned", f"sha256 {found}", remedy)
+    with working(cache):
+        require_folder(cache)
+        cache.mkdir(parents=True, exist_ok=True)
+        with locked(cache) as alone:
+            _sweep(cache, alone)
+            with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
+                copy = Path(shutil.copyfile(wheel, Path(folder, pin.filename)))
+                if digest(copy) != pin.sha256:
+                    remedy = "repeat, and leave the file alone meanwhile"
+                    found = "bytes that changed while it was read"
+                    raise SourceError(wheel, f"sha256 {pin.sha256}", found, remedy)
+                os.replace(copy, cache / pin.filename)
+    return release, pin
+
+
+def _sweep(cache: Path, alone: bool) -> None:
+    """Take away what killed runs left: the lock keeps live ones out."""
+    for stale in cache.glob("download-????????") if alone else ():
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def download(version: str, filename: str, folder: Path) -> Path:
@@ -121,26 +158,53 @@ def wheel_arguments(filename: str) -> list[str]:
 
 
 def pip_download(requirement: str, folder: Path, arguments: list[str], filename: str) -> Path:
-    """Run ``pip download``; raises SourceError unless ``filename`` is in ``folder`` afterwards."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    """Run ``pip download``, again where the network was at fault.
+
+    Raises SourceError, which says where pip looked, unless ``filename`` is in ``folder`` afterwards.
+    """
+    pip = [sys.executable, "-m", "pip", "download", "--progress-bar", "off", "--disable-pip-version-check"]
     pip += [*arguments, "--dest", str(folder), requirement]
-    done = subprocess.run(
-        pip,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=pip_environment(),
-    )
     target = folder / filename
-    if done.returncode == 0 and target.is_file():
-        return target
-    said = [text for text in done.stderr.splitlines() if text.strip() and "WARNING" not in text]
-    brought = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+    for attempt in range(1, len(_PAUSES_S) + 2):
+        done = subprocess.run(
+            pip,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=pip_environment(),
+        )
+        if done.returncode == 0 and target.is_file():
+            return target
+        said = [text for text in done.stderr.splitlines() if text.strip() and "WARNING" not in text]
+        brought = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+        found = said[-1].strip() if said else brought
+        if attempt > len(_PAUSES_S) or not _TRANSIENT.search(done.stderr):
+            break
+        pause = _PAUSES_S[attempt - 1]
+        print(f"{filename}: {found}; trying again in {pause} s", file=sys.stderr, flush=True)
+        time.sleep(pause)
+    found += f"; looked in {_looked(done.stdout)}" + (f", {attempt} times" if attempt > 1 else "")
     remedy = pip_remedy(done.stderr, folder) or (
         f"check pip's access to PyPI, or put {filename} into a folder and set PIP_FIND_LINKS to it"
     )
-    raise SourceError(filename, "pip to download it", said[-1].strip() if said else brought, remedy)
+    raise SourceError(filename, "pip to download it", found, remedy)
+
+
+# Between the attempts, on top of pip's own: a registry or a proxy that restarts.
+_PAUSES_S = (5, 20)
+_TRANSIENT = re.compile(
+    r"connection (broken|aborted|reset|refused|error)|connectionerror|timed? ?out|temporary failure|"
+    r"incompleteread|remote end closed|HTTP error (429|5\d\d)|too many 5\d\d|Max retries exceeded",
+    re.IGNORECASE,
+)
+
+
+def _looked(said: str) -> str:
+    """Where pip says that it looked, passwords starred; it names PyPI, its default, only beside others."""
+    places = [text.partition(": ")[2] for text in said.splitlines() if text.startswith("Looking in ")]
+    if not any(text.startswith("Looking in indexes") for text in said.splitlines()):
+        places.append("PyPI, if pip's no-index is not set")
+    return ", ".join(places)
 
 
 def pip_remedy(said: str, folder: Path) -> str | None:

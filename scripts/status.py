@@ -10,6 +10,7 @@ from scripts.apply import broken_record, caveat, is_patched_wheel, split_ops, st
 from scripts.errors import ExpectationError, OverlayError, command
 from scripts.manifest import Manifest, load, span
 from scripts.overlay import PACKAGE, RECORD, Overlay, load_overlay, sha256
+from scripts.places import Packed, imported
 from scripts.revert import plan_revert
 from scripts.tree import Tree
 from scripts.verify import (
@@ -19,6 +20,7 @@ from scripts.verify import (
     MISSING,
     OVERLAID,
     PRISTINE,
+    UNKNOWN,
     UNTOUCHED,
     FileState,
     State,
@@ -31,9 +33,17 @@ HALF = "half applied (apply or revert completes it)"
 
 
 def main(argv: list[str]) -> int:
-    """``status --tree PATH``; raises ExpectationError when ``--expect`` does not hold."""
+    """``status`` of a tree, a wheel or an environment; raises ExpectationError when ``--expect`` fails."""
     parser = argparse.ArgumentParser(prog="nox -s status --", description=__doc__)
-    parser.add_argument("--tree", type=types.path, required=True, metavar="PATH", help="the tree to judge")
+    places = parser.add_mutually_exclusive_group(required=True)
+    places.add_argument("--tree", type=types.path, metavar="PATH", help="the tree to judge")
+    places.add_argument("--wheel", type=types.path, metavar="FILE", help="or a wheel, which is not unpacked")
+    places.add_argument(
+        "--environment",
+        type=types.path,
+        metavar="PATH",
+        help="or what this Python, or the one of this virtual environment, imports",
+    )
     parser.add_argument(
         "--expect", choices=("overlaid", "pristine"), help="fail unless the whole tree is that"
     )
@@ -46,18 +56,29 @@ def main(argv: list[str]) -> int:
     manifest = load()
     overlay = load_overlay(manifest=manifest)
     ops = select_ops(overlay, split_ops(arguments.ops))
-    tree = Tree.locate(arguments.tree)
+    tree, notes = _place(arguments, manifest)
     state = inspect(tree.read, manifest, overlay)
     verdict = judge(tree, state, manifest, overlay)
     print(f"{tree.root}: {verdict}")
     for text in lines(tree, state, overlay):
         print(f"  {text}")
     claim = _claim(tree, state, manifest)
-    if claim is not None:
-        print(f"  {claim}")
+    for text in [*([claim] if claim else []), *notes]:
+        print(f"  {text}")
     if arguments.expect is not None:
         expect(tree, arguments.expect, ops, manifest, overlay)
     return 0
+
+
+def _place(arguments: argparse.Namespace, manifest: Manifest) -> tuple[Tree, list[str]]:
+    """What is to be judged, and what else there is to be said of it."""
+    if arguments.wheel is not None:
+        packed = Packed.open(arguments.wheel)
+        return packed, [packed.origin(manifest)]
+    if arguments.environment is not None:
+        tree, hidden = imported(arguments.environment)
+        return tree, [f"hidden by it: {root}" for root in hidden]
+    return Tree.locate(arguments.tree), []
 
 
 def judge(tree: Tree, state: State, manifest: Manifest, overlay: Overlay) -> str:
@@ -66,12 +87,17 @@ def judge(tree: Tree, state: State, manifest: Manifest, overlay: Overlay) -> str
     if any(f.verdict == EDITED for f in files) or tree.in_the_way(f.path for f in state.added):
         return "changed by hand (or files in the overlay's place)"
     touched = [f for f in files if f.verdict == OVERLAID]
+    overlaid = bool(touched or state.record)
+    ops = state.record.ops if state.record else state.ops
+    wrong = [
+        f.path for f in state.upstream if f.verdict in (UNKNOWN, MISSING) and (f.op in ops or not overlaid)
+    ]
+    if wrong:
+        return f"not supported as it is ({', '.join(wrong)})" + (", and overlaid in part" if overlaid else "")
     if tree.leftovers([f.path for f in files] + [RECORD], PACKAGE):
         return HALF
-    if not touched and state.record is None:
-        wrong = [f.path for f in state.upstream if f.verdict not in UNTOUCHED]
-        return f"not supported as it is ({', '.join(wrong)})" if wrong else "pristine"
-    ops = state.record.ops if state.record else state.ops
+    if not overlaid:
+        return "pristine"
     if ops and set(ops) <= set(overlay.ops) and _differs(tree, ops, manifest, overlay) is None:
         what = f"overlaid, version {overlay.version}, ops {', '.join(ops)}"
         problem = _not_installed(tree, ops, manifest, overlay)
@@ -158,7 +184,9 @@ def expect(tree: Tree, expected: str, ops: tuple[str, ...], manifest: Manifest, 
         ) from error
     if problem is not None:
         record = tree.installed_record()
-        if record is not None and is_patched_wheel(record):
+        if isinstance(tree, Packed):
+            remedy = "make the wheel from this checkout (wheel megatron==VERSION), or take upstream's"
+        elif record is not None and is_patched_wheel(record):
             remedy = "install the patched wheel made from this checkout, or upstream's for a pristine tree"
         elif expected == "overlaid":
             remedy = command("apply", "--tree", tree.root, "--ops", ",".join(ops))

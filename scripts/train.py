@@ -115,6 +115,18 @@ ON_CPU = Sizes()
 # At a rate of 2e-3 this one is not stable: a change of one pristine weight matrix by at most a unit of
 # bfloat16 moved the fourth loss by up to 1.7e-2 (on an H200). At 3e-4 it moved none of six by more than 4e-4.
 ON_GPU = Sizes(hidden=512, ffn=1408, heads=8, groups=4, vocabulary=8192, sequence=512, learning_rate=3e-4)
+# Large enough that the host is not the limit, small enough for 40 GB.
+TIMED_ON_GPU = Sizes(
+    layers=4,
+    hidden=2048,
+    ffn=7168,
+    heads=16,
+    groups=8,
+    vocabulary=32768,
+    sequence=2048,
+    micro_batches=1,
+    learning_rate=3e-4,
+)
 
 # Calls that each op must serve in one step of one rank.
 EXPECTED_CALLS: dict[str, Callable[[Sizes], int]] = {
@@ -204,7 +216,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pair.add_arguments(parser)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
     parser.add_argument("--nproc", type=int, help="ranks (default: every GPU, or 2 on CPU; at least --tp)")
-    parser.add_argument("--iterations", type=int, default=5, help="training steps (default 5, at least 2)")
+    parser.add_argument(
+        "--iterations", type=int, help="training steps (default 5, at least 2; --compare: 20)"
+    )
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="needs --tp 2 or more and the op norms"
     )
@@ -214,6 +228,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help=f"for each of the {len(WORLDS)} jobs"
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="time a step, memory and losses of both trees in one table, instead of the checks",
     )
     parser.add_argument("--json", type=path, metavar="FILE", help="write everything that was measured")
 
@@ -236,7 +255,11 @@ def run(arguments: argparse.Namespace) -> int:
                 f"ops {', '.join(trees.ops)}: upstream's local norms refuse sequence parallelism",
                 "leave --sequence-parallel away",
             )
-        result = train(trees.pristine, trees.overlaid, trees.ops, trees.folder, options)
+        if arguments.compare:
+            from scripts.compare import compare as measured
+        else:
+            measured = train
+        result = measured(trees.pristine, trees.overlaid, trees.ops, trees.folder, options)
         print(f"train {trees.name}")
     print("\n".join(result.table))
     for check in result.checks:
@@ -252,7 +275,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _options(arguments: argparse.Namespace, device: str, gpus: int) -> Options:
     tp = arguments.tp
     ranks = arguments.nproc or max(tp, (gpus // tp) * tp if device == "cuda" else 2)
-    sizes = ON_GPU if device == "cuda" else ON_CPU
+    sizes = ON_CPU if device != "cuda" else TIMED_ON_GPU if arguments.compare else ON_GPU
+    iterations = arguments.iterations if arguments.iterations is not None else 20 if arguments.compare else 5
     groups = sizes.groups
     wrong = None
     if tp < 1 or ranks % tp:
@@ -265,9 +289,9 @@ def _options(arguments: argparse.Namespace, device: str, gpus: int) -> Options:
         wrong = (f"--tp {tp}", f"a divisor of the {groups} query groups", "use --tp 1 or --tp 2")
     elif device == "cuda" and ranks > gpus:
         wrong = (f"{ranks} ranks", f"at most {gpus} GPUs' worth", "use fewer ranks, or --device cpu")
-    elif arguments.iterations < 2:
+    elif iterations < 2:
         wrong = (
-            f"--iterations {arguments.iterations}",
+            f"--iterations {iterations}",
             "at least 2",
             "a checkpoint needs a step on either side",
         )
@@ -281,7 +305,7 @@ def _options(arguments: argparse.Namespace, device: str, gpus: int) -> Options:
         ranks,
         sizes,
         tp,
-        arguments.iterations,
+        iterations,
         arguments.sequence_parallel,
         arguments.in_place,
         arguments.timeout,
@@ -343,17 +367,17 @@ def measure(
     compare = {**store, "compare": True}
     runs = {
         "pristine": [
-            _run(UNFUSED, **store),
-            _run(FUSED, fused_cross_entropy=True, **compare),
-            _run(EAGER, fused_activation=False, **compare),
+            plan_run(UNFUSED, **store),
+            plan_run(FUSED, fused_cross_entropy=True, **compare),
+            plan_run(EAGER, fused_activation=False, **compare),
         ],
         "overlaid": [
-            _run(UNFUSED, **compare),
-            _run(FUSED, fused_cross_entropy=True, **compare),
-            _run(BY_HAND, by_hand=True, **compare),
+            plan_run(UNFUSED, **compare),
+            plan_run(FUSED, fused_cross_entropy=True, **compare),
+            plan_run(BY_HAND, by_hand=True, **compare),
         ],
         "back": [],
-        "off": [_run(UNFUSED, **compare)],
+        "off": [plan_run(UNFUSED, **compare)],
         "on": [],
     }
 
@@ -367,33 +391,58 @@ def measure(
                 run.update(save=checkpoint(world, run["name"]), save_after=options.save_after)
     for crossing in CROSSINGS:
         load = checkpoint(*crossing.saver)
-        runs[crossing.loader].append(_run(crossing.name, by_hand=crossing.by_hand, load=load))
+        runs[crossing.loader].append(plan_run(crossing.name, by_hand=crossing.by_hand, load=load))
 
-    in_place = ",".join(op for op in ops if op in IN_PLACE_OPS) if options.in_place else ""
     worlds = {}
     for name in names:
-        plan = {
-            "tp": options.tp,
-            "sequence_parallel": options.sequence_parallel and name in ("overlaid", "on"),
-            "iterations": options.iterations,
-            "sizes": asdict(options.sizes),
-            "runs": runs[name],
-        }
-        reports = run_world(
-            "train_worker",
-            plan,
-            tree={"pristine": pristine, "overlaid": overlaid}[WORLDS[name]],
-            folder=folder / name,
-            ranks=options.ranks,
-            device=options.device,
-            timeout=options.timeout,
-            extra={f"{SWITCH}_IN_PLACE": in_place} | ({SWITCH: "0"} if name == "off" else {}),
-        )
-        worlds[name] = World(reports, log_lines(folder / name, JOB_LINE))
+        tree = {"pristine": pristine, "overlaid": overlaid}[WORLDS[name]]
+        parallel = options.sequence_parallel and name in ("overlaid", "on")
+        extra = in_place(ops, options) | ({SWITCH: "0"} if name == "off" else {})
+        worlds[name] = run_runs(runs[name], tree, folder / name, options, parallel, extra)
     return worlds
 
 
-def _run(name: str, **changes: Any) -> dict[str, Any]:
+def in_place(ops: Sequence[str], options: Options) -> dict[str, str]:
+    """The variable that lets the ops reuse the saved activation, where the options say so."""
+    names = ",".join(op for op in ops if op in IN_PLACE_OPS) if options.in_place else ""
+    return {f"{SWITCH}_IN_PLACE": names}
+
+
+def run_runs(
+    runs: Sequence[Mapping[str, Any]],
+    tree: Path,
+    folder: Path,
+    options: Options,
+    sequence_parallel: bool,
+    extra: Mapping[str, str],
+) -> World:
+    """One process group on ``tree`` that makes these runs, one after another; ``extra``: its variables.
+
+    Raises:
+        ExpectationError: a rank failed or the time ran out.
+    """
+    plan = {
+        "tp": options.tp,
+        "sequence_parallel": sequence_parallel,
+        "iterations": options.iterations,
+        "sizes": asdict(options.sizes),
+        "runs": runs,
+    }
+    reports = run_world(
+        "train_worker",
+        plan,
+        tree=tree,
+        folder=folder,
+        ranks=options.ranks,
+        device=options.device,
+        timeout=options.timeout,
+        extra=extra,
+    )
+    return World(reports, log_lines(folder, JOB_LINE))
+
+
+def plan_run(name: str, **changes: Any) -> dict[str, Any]:
+    """A run as the worker takes it: what is asked for, and upstream's defaults."""
     run = {"name": name, "fused_cross_entropy": False, "fused_activation": True, "by_hand": False}
     return {**run, **changes}
 
@@ -402,7 +451,7 @@ def judge(worlds: Mapping[str, World], ops: Sequence[str], options: Options) -> 
     """Compare what :func:`measure` gives of all worlds, with the arguments of :func:`train`."""
     reports = {name: world.reports for name, world in worlds.items()}
     result = Result(data={"options": asdict(options), **reports})
-    _describe(result, worlds["pristine"].reports[0], options)
+    describe(result, worlds["pristine"].reports[0], options)
     _job_line(result, worlds, ops)
     _slots(result, worlds, ops)
     _entries(result, worlds, ops)
@@ -415,7 +464,7 @@ def judge(worlds: Mapping[str, World], ops: Sequence[str], options: Options) -> 
     return result
 
 
-def _describe(result: Result, report: Mapping[str, Any], options: Options) -> None:
+def describe(result: Result, report: Mapping[str, Any], options: Options) -> None:
     versions, sizes = report["versions"], options.sizes
     where = "CPU, Triton's interpreter" if options.device == "cpu" else versions["device"]
     result.table += [
@@ -459,7 +508,7 @@ def _slots(result: Result, worlds: Mapping[str, World], ops: Sequence[str]) -> N
             result.check(f"norm slot {slot}", False, "ours in the pristine tree")
         elif any(name.startswith(OUR_NORMS) is not wanted for name in classes):
             result.check(f"norm slot {slot}", False, f"not {'ours' if wanted else 'upstream'}: {classes}")
-    result.table += ["", *_columns([("norm slot", "pristine", "overlaid", BY_HAND), *rows])]
+    result.table += ["", *columns([("norm slot", "pristine", "overlaid", BY_HAND), *rows])]
     if "norms" in ops:
         result.check("norm slots", ours == len(NORM_SLOTS), f"{ours} of {len(NORM_SLOTS)} ours")
     detail = f"{public} of {len(NORM_SLOTS)} {PUBLIC_CLASSES['norms']}"
@@ -489,7 +538,7 @@ def _entries(result: Result, worlds: Mapping[str, World], ops: Sequence[str]) ->
         names = (" / ".join(sorted(set(origins.values()))) for origins in (theirs, ours))
         rows.append((entry.name, *names, *(map(str, calls) if wanted == "ours" else "--")))
     header = ("entry", "pristine", "overlaid", "calls on the kernel a step: unfused", "fused")
-    result.table += ["", *_columns([header, *rows])]
+    result.table += ["", *columns([header, *rows])]
 
 
 def _served(counters: Mapping[str, Any], op: str, entry: str) -> int:
@@ -534,7 +583,7 @@ def _launches(result: Result, worlds: Mapping[str, World], ops: Sequence[str], o
             kernel: sorted({counts["launches"].get(kernel, 0) for _, counts in steps}) for kernel in expected
         }
         rows += [(kernel, "/".join(map(str, seen[kernel])), str(n)) for kernel, n in expected.items()]
-    result.table += ["", *_columns(rows)]
+    result.table += ["", *columns(rows)]
 
 
 def _by_hand(result: Result, world: World, options: Options) -> None:
@@ -560,7 +609,7 @@ def _by_hand(result: Result, world: World, options: Options) -> None:
         result.check(f"calls of {op}, {BY_HAND}", calls == [expected] and not others, detail)
     mlp = ", ".join(world.run(BY_HAND)["mlp"])
     own = "" if mlp == MEGATRONS_MLP else " (an MLP's spec has no activation in this release)"
-    result.table += ["", *_columns(rows), f"{PUBLIC_CLASSES['swiglu']} is the activation of {mlp}{own}"]
+    result.table += ["", *columns(rows), f"{PUBLIC_CLASSES['swiglu']} is the activation of {mlp}{own}"]
 
 
 def _off(result: Result, world: World, ops: Sequence[str], options: Options) -> None:
@@ -579,7 +628,7 @@ def _off(result: Result, world: World, ops: Sequence[str], options: Options) -> 
         rows.append((op, *("/".join(map(str, sorted(found))) for found in (launches, served, handed))))
         detail = f"{wanted} calls a step to upstream expected, nothing else, in {len(steps)} steps"
         result.check(f"{SWITCH}=0, {op}", (launches, served, handed) == ({0}, {0}, {wanted}), detail)
-    result.table += ["", *world.job_lines[:1], *_columns(rows)]
+    result.table += ["", *world.job_lines[:1], *columns(rows)]
     silent = [op for op in ops if not any(f"{op} off by {SWITCH}" in line for line in world.job_lines)]
     result.check(f"{SWITCH}=0, the job's own line", not silent, f"missing: {silent}" if silent else "says so")
     ours = [
@@ -611,7 +660,7 @@ def _losses(result: Result, worlds: Mapping[str, World]) -> list[float]:
         rows.append((str(step + 1), *losses, *numbers))
     result.table += [
         "",
-        *_columns(rows),
+        *columns(rows),
         "eager: bias_activation_fusion off. band: the pristine curves' largest distance at that step.",
         f"limit: the largest band so far, at least {LOSS_FLOOR:.1e} of the loss (rounding of bf16 logits).",
     ]
@@ -639,7 +688,7 @@ def _gradients(result: Result, worlds: Mapping[str, World]) -> None:
     rows += [(name, *(f"{t[name]:.1e}" for t in (*theirs.values(), *ours.values()))) for name in ours[first]]
     result.table += [
         "",
-        *_columns(rows),
+        *columns(rows),
         f"largest difference from the pristine unfused gradient over its largest value; limit {limit:.1e}, "
         f"{GRADIENT_FACTOR:g} times the worst of the pristine columns",
     ]
@@ -685,9 +734,9 @@ def _crossings(
         detail += f", losses off at steps {off}" if off else ", losses within the limit"
         detail += "" if complete else f", but of steps {steps[0] + 1} to {steps[1]}"
         result.check(f"checkpoint {crossing.name}", same and complete and not off, detail)
-    result.table += ["", *_columns(rows), ""]
+    result.table += ["", *columns(rows), ""]
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -100,8 +100,9 @@ class Plan:
     """What apply writes, in order, the record first.
 
     A tree that was overlaid otherwise before gets a record that also names the old hashes first, and the
-    final one last, so that every state in between is recognised. ``left`` are the files of the ops that stay
-    upstream's.
+    final one last, so that every state in between is recognised. ``bases`` are upstream's bytes of the files
+    that are changed, ``others`` those of the files that shall be upstream's; ``left`` are the files of the
+    ops that stay upstream's.
     """
 
     actions: tuple[Action, ...]
@@ -109,6 +110,7 @@ class Plan:
     release: Release | None
     files_as_in: tuple[str, ...]
     bases: Mapping[str, bytes] = field(default_factory=dict)
+    others: Mapping[str, bytes] = field(default_factory=dict)
     left: tuple[FileState, ...] = ()
 
     @property
@@ -249,7 +251,23 @@ def plan(
         f for f in state.upstream if f.path in manifest.files and f.verdict == OVERLAID and not f.variant
     ]
     left = tuple(file for file in (*state.left, *unpinned) if file.op in ops)
-    return Plan(_with_record(state.record, document, work), ops, release, files_as_in, bases, left)
+    others = {path: base for path, base in known_bases(state).items() if path not in bases}
+    return Plan(_with_record(state.record, document, work), ops, release, files_as_in, bases, others, left)
+
+
+def known_bases(state: State) -> dict[str, bytes]:
+    """Upstream's bytes of each file of which they are known: by a pin, or by the record of the tree."""
+    files = state.record.files if state.record else {}
+    return {
+        file.path: file.base
+        for file in state.upstream
+        if file.base is not None
+        and (
+            file.variant is not None
+            or file.verdict == OVERLAID
+            or sha256(file.base) == files.get(file.path, {}).get("before")
+        )
+    }
 
 
 def _over(overlay: Overlay, path: str, base: bytes, op: str) -> bytes:

@@ -38,7 +38,7 @@ _LEFTOVERS = ("__pycache__", "*.pyc", "*.so", "*.pyd", "*.egg-info")
 
 
 def main(argv: list[str]) -> int:
-    """``wheel megatron==V`` or ``wheel --tree PATH``, into dist/; raises OverlayError when refused."""
+    """``wheel megatron==V``, or a wheel, or ``--tree PATH``, into dist/; raises OverlayError when refused."""
     arguments = _parser().parse_args(argv)
     choice = arguments.python or arguments.platform
     if arguments.all_platforms and choice:
@@ -49,8 +49,13 @@ def main(argv: list[str]) -> int:
         raise UsageError("command line", "--tree alone", "--tree with a Python or a platform", remedy)
     manifest = load()
     overlay = load_overlay(manifest=manifest)
-    release = manifest.release(arguments.release) if arguments.release else None
-    if arguments.tree is None and release is None:
+    given = types.path(arguments.release) if types.is_wheel(arguments.release) else None
+    if given is not None and (arguments.tree is not None or arguments.all_platforms or choice):
+        remedy = "leave the wheel or the others away"
+        found = "a wheel with --tree, --python, --platform or --all-platforms"
+        raise UsageError("command line", "a wheel alone", found, remedy)
+    release = manifest.release(arguments.release) if arguments.release and given is None else None
+    if arguments.tree is None and release is None and given is None:
         remedy = f"{command('wheel', f'megatron=={manifest.newest()}')}, or wheel --tree PATH"
         raise UsageError("command line", "a release or a tree", "neither", remedy)
 
@@ -61,6 +66,10 @@ def main(argv: list[str]) -> int:
         tree = Tree.locate(arguments.tree)
         built = build_from_tree(tree, manifest, overlay, ops, release)
         made.append(patch(built, manifest, overlay, ops, None, tree.read("LICENSE")))
+    elif given is not None:
+        release, pin = source.take(given, manifest)
+        wheel = _read_pinned(source.fetch_file(release, pin), release.wheels)
+        made.append(patch(wheel, manifest, overlay, ops, release))
     elif release is not None:
         for wheel in fetch(release, arguments.python, arguments.platform, every=arguments.all_platforms):
             made.append(patch(wheel, manifest, overlay, ops, release))
@@ -261,7 +270,9 @@ def _accepted(version: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nox -s wheel --", description=__doc__)
-    parser.add_argument("release", nargs="?", metavar="megatron==VERSION", help="a pinned release")
+    parser.add_argument(
+        "release", nargs="?", metavar="megatron==VERSION", help="a pinned release, or the path of its wheel"
+    )
     parser.add_argument(
         "--tree", type=types.path, metavar="PATH", help="build from this checkout (needs a compiler)"
     )

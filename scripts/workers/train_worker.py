@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,12 @@ def _run(plan: Mapping[str, Any], run: Mapping[str, Any], device: torch.device) 
     if run.get("load"):
         first, report["loaded"] = gpt.load(model, optimizer, Path(run["load"]))
     report["first_step"] = first
+    report |= {"seconds": [], "peak_bytes": []}
     overlay = runtime.overlay()
     for step in range(first, plan["iterations"]):
         if overlay is not None:
             overlay.reset_counters()
+        begun = _begin(device)
         model.zero_grad_buffer()
         losses = []
         for batch in gpt.batches(sizes, step, device):
@@ -82,11 +85,30 @@ def _run(plan: Mapping[str, Any], run: Mapping[str, Any], device: torch.device) 
         mean = torch.stack(losses).mean()
         torch.distributed.all_reduce(mean, group=parallel_state.get_data_parallel_group())
         report["losses"].append(mean.item() / parallel_state.get_data_parallel_world_size())
+        seconds, peak = _end(device, begun)
+        report["seconds"].append(seconds)
+        report["peak_bytes"].append(peak)
         if overlay is not None:
             report["counters"].append(overlay.counters())
         if run.get("save") and step + 1 == run["save_after"]:
             report["saved"] = gpt.save(model, optimizer, step + 1, Path(run["save"]))
     return report
+
+
+def _begin(device: torch.device) -> float:
+    """The time at which a step begins, nothing being left of the last one."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    return time.perf_counter()
+
+
+def _end(device: torch.device, begun: float) -> tuple[float, int | None]:
+    """Seconds of a step, and the most bytes allocated in it; None where nobody counts them."""
+    if device.type != "cuda":
+        return time.perf_counter() - begun, None
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - begun, torch.cuda.max_memory_allocated(device)
 
 
 def _classes(model: torch.nn.Module, slots: Sequence[str]) -> dict[str, list[str]]:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One tensor-parallel rank as a process: ``cross_entropy_rank.py RANK RANKS FOLDER``.
 
-``FOLDER/plan`` holds ``{"calls": [...], "timeout": seconds or None}``; a call is ``(entry, logits, target,
-dloss, options)`` with the logits of the whole vocabulary. ``FOLDER/result{RANK}`` gets, for each, this rank's
-loss, gradient and counts, or its error.
+``FOLDER/plan`` holds ``{"calls": [...], "timeout": seconds or None, "dies": rank or None}``; a call is
+``(entry, logits, target, dloss, options)`` with the logits of the whole vocabulary. ``FOLDER/result{RANK}``
+gets, for each, this rank's loss, gradient and counts, or its error. The rank that dies does so in its first
+collective.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -23,9 +25,13 @@ NAMES = ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast", "bar
 NAMES = (*NAMES, "reduce_scatter_tensor", "all_gather_object", "all_to_all", "gather", "scatter", "send")
 
 
-def counted(name: str, function: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
+def counted(
+    name: str, function: Callable[..., Any], calls: Counter[str], dies: bool = False
+) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         calls[name] += 1
+        if dies:
+            os._exit(9)
         return function(*args, **kwargs)
 
     return wrapper
@@ -71,7 +77,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
 
     calls: Counter[str] = Counter()
     for name in NAMES:
-        setattr(dist, name, counted(name, getattr(dist, name), calls))
+        setattr(dist, name, counted(name, getattr(dist, name), calls, dies=plan["dies"] == rank))
 
     def call(entry: str, logits: torch.Tensor, target: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         if entry == "fused":

@@ -28,9 +28,13 @@ def run_ranks(
     environs: Sequence[Mapping[str, str]],
     timeout: float | None = None,
     answers: Sequence[int] | None = None,
+    dies: int | None = None,
 ) -> list[list[dict[str, Any]]]:
-    """What each of ``answers`` (by default all) found; the others are ended when these are done."""
-    torch.save({"calls": list(calls), "timeout": timeout}, folder / "plan")
+    """What each of ``answers`` (by default all) found; the others are ended when these are done.
+
+    ``dies`` is a rank that ends inside its first collective.
+    """
+    torch.save({"calls": list(calls), "timeout": timeout, "dies": dies}, folder / "plan")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LIGER_")}
     kept |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
     if torch.cuda.device_count() < len(trees):

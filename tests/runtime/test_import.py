@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from .conftest import Python
+from .conftest import DEVICE, KERNELS, Python
 
 # Upstream's own modules may import Triton (through torch.compile), so: ours have not, at any import of it.
 IMPORT = """
@@ -86,31 +86,92 @@ def remove_a_module(package: Path) -> None:
     (package / "swiglu.py").unlink()
 
 
+def remove_init(package: Path) -> None:
+    """What is left is a namespace package, which Python would import."""
+    (package / "__init__.py").unlink()
+
+
 def spoil(package: Path) -> None:
     (package / "dispatch.py").write_text("import a_module_that_nobody_has\n", encoding="utf-8")
 
 
+def cut_short(package: Path) -> None:
+    data = (package / "norms.py").read_bytes()
+    (package / "norms.py").write_bytes(data[: data.index(b"class TakenOver") + 20])
+
+
+def mix(package: Path) -> None:
+    """A module of a version in which another one's name is not there yet."""
+    path = package / "settings.py"
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("LABEL_SMOOTHING", "SMOOTHING"), encoding="utf-8"
+    )
+
+
+DAMAGED = ("RuntimeError: the liger overlay in ", "/megatron/core/liger cannot be imported (")
+
+
 @pytest.mark.parametrize(
-    ("damage", "name"),
+    ("damage", "words"),
     [
-        (remove, "No module named 'megatron.core.liger'"),
-        (remove_a_module, "megatron.core.liger"),
-        (spoil, "a_module_that_nobody_has"),
+        (remove, ("ModuleNotFoundError: No module named 'megatron.core.liger'",)),
+        (remove_a_module, (*DAMAGED, "megatron.core.liger.swiglu")),
+        (remove_init, ("RuntimeError: the liger overlay in ", "/liger has lost its __init__.py")),
+        (spoil, (*DAMAGED, "a_module_that_nobody_has", "revert it")),
+        (cut_short, (*DAMAGED, "IndentationError", "norms.py")),
+        (mix, (*DAMAGED, "ImportError: cannot import name 'LABEL_SMOOTHING'")),
     ],
 )
-def test_never_half(python: Python, copy: Path, damage: Callable[[Path], None], name: str) -> None:
+def test_never_half(
+    python: Python, copy: Path, damage: Callable[[Path], None], words: tuple[str, ...]
+) -> None:
+    """The import of Megatron-Core stops, and says at what."""
     damage(copy / "megatron/core/liger")
     code = """
 import sys
 try:
     import megatron.core.fusions.fused_bias_swiglu
-except ImportError as error:
-    print("raised", error)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
 assert "megatron.core.fusions.fused_bias_swiglu" not in sys.modules
 """
     done = python(code=code, tree=copy)
-    assert done.stdout.startswith("raised ")
-    assert name in done.stdout
+    for word in words:
+        assert word in done.stdout
+
+
+def test_norms_are_never_half(python: Python, release_tree: Callable[..., Path]) -> None:
+    """Upstream takes an ImportError of a norm for an Apex that is not there, and goes on without."""
+    tree = release_tree("norms")
+    spoil(tree / "megatron/core/liger")
+    code = """
+import sys, types
+sys.modules["apex"] = types.ModuleType("apex")
+import megatron.core.models.gpt
+"""
+    done = python(code=code, tree=tree, expect=1)
+    assert "RuntimeError: the liger overlay in " in done.stderr.splitlines()[-1]
+
+
+def test_kernels_that_cannot_be_imported(python: Python, copy: Path) -> None:
+    """Said at the first call, which runs nothing; an op that is off misses nothing."""
+    (copy / "megatron/core/liger/kernels/launches.py").unlink()
+    code = f"""
+import torch
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer import TransformerConfig
+config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, normalization="RMSNorm")
+WrappedTorchNorm(config, 8).to({DEVICE})(torch.ones(2, 8, device={DEVICE}))
+print("went on", flush=True)
+bias_swiglu_impl(torch.ones(2, 8, device={DEVICE}), None)
+"""
+    done = python(code=code, tree=copy, expect=1, **KERNELS, LIGER_MEGATRON="-norms")
+    assert "went on" in done.stdout
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("RuntimeError: swiglu: the liger overlay's kernels in ")
+    assert "No module named" in last
+    assert "LIGER_MEGATRON=-swiglu" in last
 
 
 @pytest.fixture

@@ -359,6 +359,107 @@ def test_two_applies_at_once(new_world: Callable[..., Any], tmp_path: Path) -> N
     assert world.snapshot() == alone.snapshot()
 
 
+def _turn(world: Any, barrier: Any, step: str) -> None:
+    barrier.wait(10)
+    for _ in range(5):
+        getattr(world, step)()
+
+
+def test_applies_and_reverts_at_once(new_world: Callable[..., Any], tmp_path: Path) -> None:
+    """One after the other: the tree is never between two of them."""
+    world, alone = new_world(tmp_path / "a").write(), new_world(tmp_path / "b").write()
+    ends = [alone.snapshot()]
+    alone.apply()
+    ends.append(alone.snapshot())
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(4)
+    steps = ("apply", "revert") * 2
+    workers = [context.Process(target=_turn, args=(world, barrier, step)) for step in steps]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    assert world.snapshot() in ends
+
+
+def test_a_tree_of_hard_links_leaves_the_other_names_alone(installed: Any, tmp_path: Path) -> None:
+    """As uv installs: each file is a link to its cache, which other environments share."""
+    cache = {path: tmp_path / "cache" / str(i) for i, path in enumerate(sorted(installed.root.rglob("*.*")))}
+    (tmp_path / "cache").mkdir()
+    for path, name in cache.items():
+        if path.is_file():
+            os.link(path, name)
+    before = {name: name.read_bytes() for name in cache.values() if name.exists()}
+    modes = {name: name.stat().st_mode for name in before}
+    for step in (installed.apply, lambda: installed.apply("beta"), installed.revert):
+        step()
+        assert {name: name.read_bytes() for name in before} == before
+        assert {name: name.stat().st_mode for name in before} == modes
+
+
+SHM = Path("/dev/shm")
+
+
+@pytest.mark.skipif(not os.access(SHM, os.W_OK), reason="needs /dev/shm")
+def test_a_tree_on_another_file_system(new_world: Callable[..., Any], tmp_path: Path) -> None:
+    """Nothing is renamed from one to the other, whatever the folder for temporary files."""
+    with tempfile.TemporaryDirectory(dir=SHM) as folder:
+        assert os.stat(folder).st_dev != os.stat(tempfile.gettempdir()).st_dev
+        world = new_world(Path(folder) / "tree").write()
+        before = world.snapshot()
+        world.apply()
+        assert world.path(RECORD).exists()
+        world.revert()
+        assert world.snapshot() == before
+
+
+def test_a_tree_that_is_a_link_to_another_place(new_world: Callable[..., Any], tmp_path: Path) -> None:
+    """The folder that is given may be a link, and the one above it; a file of the tree may not."""
+    world = new_world(tmp_path / "real" / "tree").write()
+    before = world.snapshot()
+    (tmp_path / "link").symlink_to("real/tree")
+    linked = world.at(tmp_path / "link")
+    linked.apply()
+    assert world.path(RECORD).exists()
+    linked.revert()
+    assert world.snapshot() == before
+
+
+def test_a_tree_that_is_a_link_inside(world: Any) -> None:
+    """The folder megatron of a checkout that leads elsewhere, say to another checkout."""
+    (world.root / "megatron").rename(world.root / "elsewhere")
+    (world.root / "megatron").symlink_to("elsewhere")
+    before = world.snapshot()
+    for step in (world.apply, world.revert):
+        with pytest.raises(TreeError) as caught:
+            step()
+        assert caught.value.found == "a symbolic link"
+        assert "the folder that the link leads into" in caught.value.remedy
+    assert world.snapshot() == before
+
+
+def test_the_refusal_says_how_to_keep_both(world: Any) -> None:
+    world.apply()
+    world.path(ALPHA).write_bytes(world.path(ALPHA).read_bytes() + b"# mine\n")
+    with pytest.raises(StateError) as caught:
+        world.revert()
+    for word in ("save the change", "diff", "restore upstream's file", "apply"):
+        assert word in caught.value.remedy
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to have a file of another user")
+def test_a_file_of_another_user_stays_theirs(world: Any) -> None:
+    """Root works on somebody's tree."""
+    os.chown(world.path(ALPHA), 65534, 65534)
+    world.apply()
+    found = world.path(ALPHA).stat()
+    assert (found.st_uid, found.st_gid) == (65534, 65534)
+    world.revert()
+    found = world.path(ALPHA).stat()
+    assert (found.st_uid, found.st_gid) == (65534, 65534)
+
+
 def test_a_tree_that_stays_locked_is_refused(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_module, "_PATIENCE_S", 0.0)
     before = world.snapshot()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kill before any file operation of apply or revert: status tells, and both commands complete."""
+"""A kill before any file operation of apply, revert and wheel: status tells, and the command completes."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from scripts import source, wheel
 from scripts.overlay import PACKAGE, RECORD
 from scripts.status import HALF, judge
 from scripts.verify import inspect
@@ -195,3 +197,32 @@ def test_a_failing_disk_is_a_refusal_that_says_how_to_go_on(
     assert verdict(world) == HALF
     world.revert()
     assert world.snapshot() == pristine
+
+
+def test_wheel_and_its_download_complete_from_every_cut(
+    real_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel is whole or not there, and what a cut leaves is gone after the next run."""
+    out, cache = tmp_path / "dist", tmp_path / "cache"
+    monkeypatch.setattr(source, "CACHE", cache)
+    monkeypatch.setattr(source.fetch_file, "__defaults__", (cache,))
+
+    def make() -> None:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            assert wheel.main([str(real_wheel), "--out", str(out), "--ops", "norms"]) == 0
+
+    make()
+    (right,) = (path.read_bytes() for path in out.iterdir())
+    at = 0
+    while True:
+        at += 1
+        shutil.rmtree(out)
+        shutil.rmtree(cache)
+        if not run_and_kill(make, at):
+            break
+        for path in out.glob("*.whl") if out.exists() else ():
+            assert path.read_bytes() == right
+        make()
+        assert [path.read_bytes() for path in out.iterdir()] == [right]
+        assert [path.name for path in cache.iterdir()] == [real_wheel.name]
+    assert at > 5

@@ -147,10 +147,12 @@ OTHER = b"def bias_swiglu_impl(input, bias):\n    return input\n"
 
 
 def published(data: bytes, **changes: Any) -> pins.Published:
+    version = changes.get("version", "0.99.0")
+    name = f"megatron_core-{version}"
     values: dict[str, Any] = {
-        "version": "0.99.0",
-        "wheels": (PinnedFile("megatron_core-0.99.0-cp311-cp311-manylinux_2_28_x86_64.whl", "1" * 64),),
-        "sdist": PinnedFile("megatron_core-0.99.0.tar.gz", "2" * 64),
+        "version": version,
+        "wheels": (PinnedFile(f"{name}-cp311-cp311-manylinux_2_28_x86_64.whl", "1" * 64),),
+        "sdist": PinnedFile(f"{name}.tar.gz", "2" * 64),
         "files": {PATH: data},
         **changes,
     }

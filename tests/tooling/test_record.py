@@ -20,10 +20,12 @@ from scripts.apply import apply_tree, main
 from scripts.errors import StateError, TreeError
 from scripts.manifest import load
 from scripts.overlay import PACKAGE, RECORD, load_overlay, sha256
-from scripts.record import line, with_overlay, without_overlay
+from scripts.record import digest, line, rows, with_overlay, without_overlay
 from scripts.revert import revert_tree
 
 ALPHA = "megatron/core/fusions/alpha.py"
+BETA = "megatron/core/fusions/beta.py"
+BETA2 = "megatron/core/tensor_parallel/beta.py"
 RECORD_FILE = "megatron_core-1.0.dist-info/RECORD"
 BASE, EXTENDED = b"x = 1\n", b"x = 1\n# more\n"
 AFTER = {ALPHA: EXTENDED, f"{PACKAGE}/new.py": b"n = 1\n", RECORD: b"{}\n"}
@@ -74,6 +76,48 @@ def test_two_installed_packages_are_refused(installed: Any) -> None:
     before = installed.snapshot()
     with pytest.raises(TreeError, match="one installed"):
         installed.apply()
+    assert installed.snapshot() == before
+
+
+def cut_after_record(world: Any, *ops: str) -> None:
+    """An apply that ends before the first upstream file is written."""
+    step = world.tree.write
+
+    def write(tree: Any, path: str, data: bytes) -> None:
+        if path in world.upstream:
+            raise KeyboardInterrupt
+        step(path, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scripts.tree.Tree.write", write)
+        with pytest.raises(KeyboardInterrupt):
+            world.apply(*ops)
+
+
+def test_an_op_that_a_cut_run_had_listed_leaves_no_line(installed: Any) -> None:
+    before = installed.snapshot()
+    cut_after_record(installed)
+    installed.apply("alpha")
+    listed = rows(installed.path(RECORD_FILE).read_bytes())
+    for path in (BETA, BETA2):
+        assert listed[path] == digest(installed.upstream[path])
+    installed.revert()
+    assert installed.snapshot() == before
+
+
+@pytest.mark.parametrize("step", ["revert", "apply"])
+def test_a_file_that_is_not_the_one_of_its_line_is_refused(installed: Any, step: str) -> None:
+    """Else the line would stay behind, and nobody would know whose it is."""
+    before = installed.snapshot()
+    cut_after_record(installed)
+    installed.path(ALPHA).write_bytes(b"mine\n")
+    cut = installed.snapshot()
+    with pytest.raises(StateError, match="RECORD") as caught:
+        installed.revert() if step == "revert" else installed.apply("beta")
+    assert caught.value.file == ALPHA
+    assert installed.snapshot() == cut
+    installed.path(ALPHA).write_bytes(installed.upstream[ALPHA])
+    installed.revert()
     assert installed.snapshot() == before
 
 

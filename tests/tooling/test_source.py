@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,21 @@ def test_other_bytes_than_pinned_are_refused_and_not_kept(shop: tuple[Path, Rele
 
 def _contents(path: Path) -> dict[str, bytes]:
     return {name: data for name, _, data in source.members(path)}
+
+
+def test_a_folder_in_the_wheels_place(shop: tuple[Path, Release], tmp_path: Path) -> None:
+    (tmp_path / "cache" / NAME).mkdir(parents=True)
+    with pytest.raises(SourceError) as caught:
+        source.fetch(shop[1], "3.11", "x86_64", tmp_path / "cache")
+    assert caught.value.found == "a folder"
+    assert (tmp_path / "cache" / NAME).is_dir()
+
+
+@pytest.mark.parametrize("name", ["megatron_core-1.0.tar.gz", "megatron_core-1.0-py3-none-any.whl"])
+def test_a_pin_that_is_no_wheel_of_a_python(name: str, tmp_path: Path) -> None:
+    release = Release("1.0", (PinnedFile(name, "0" * 64),))
+    with pytest.raises(SourceError, match="correct the pin"):
+        source.fetch_file(release, release.wheels[0], tmp_path / "cache")
 
 
 def test_no_wheel_to_be_had(shop: tuple[Path, Release], tmp_path: Path) -> None:
@@ -254,3 +270,90 @@ def test_two_fetches_at_once_bring_it_once(
         children.append(child)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
     assert len(list(calls.iterdir())) == 1
+
+
+REFUSED = "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError'\nERROR: no luck"
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    found: list[float] = []
+    monkeypatch.setattr("time.sleep", found.append)
+    return found
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        REFUSED,
+        "ERROR: HTTP error 503 while getting https://index/x.whl",
+        "urllib3.exceptions.ReadTimeoutError: HTTPSConnectionPool: Read timed out.",
+        "ERROR: Could not install packages due to an OSError: Max retries exceeded with url",
+        "urllib3.exceptions.IncompleteRead: IncompleteRead(1 bytes read, 2 more expected)",
+    ],
+)
+def test_a_network_that_fails_twice(
+    said: str,
+    shop: tuple[Path, Release],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pauses: list[float],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, failures = subprocess.run, [said, said]
+
+    def fail_at_first(*arguments: Any, **named: Any) -> Any:
+        if failures:
+            return subprocess.CompletedProcess([], 1, stdout="", stderr=failures.pop())
+        return run(*arguments, **named)
+
+    monkeypatch.setattr(subprocess, "run", fail_at_first)
+    found = source.fetch(shop[1], "3.11", "x86_64", tmp_path / "cache")
+    assert source.digest(found) == shop[1].wheels[0].sha256
+    assert pauses == [5, 20]
+    assert capsys.readouterr().err.count(f"{NAME}: ") == 2
+
+
+@pytest.mark.parametrize(("said", "times"), [(REFUSED, 3), ("ERROR: No matching distribution found", 1)])
+def test_what_is_said_of_a_download_that_fails(
+    said: str,
+    times: int,
+    shop: tuple[Path, Release],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pauses: list[float],
+) -> None:
+    """The file, and where it was looked for. Only what may pass is tried again."""
+    calls: list[object] = []
+
+    def fail(*arguments: object, **named: object) -> Any:
+        calls.append(arguments)
+        return subprocess.CompletedProcess([], 1, stdout="Looking in links: /shop\n", stderr=said)
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    with pytest.raises(SourceError) as caught:
+        source.fetch(shop[1], "3.11", "x86_64", tmp_path / "cache")
+    assert len(calls) == times
+    assert len(pauses) == times - 1
+    assert caught.value.file == NAME
+    assert "looked in /shop, PyPI, if pip's no-index is not set" in caught.value.found
+    assert caught.value.found.endswith(", 3 times") == (times == 3)
+
+
+def test_an_index_that_does_not_answer(
+    shop: tuple[Path, Release], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+) -> None:
+    """pip's own words; its password does not get into them."""
+    shop[0].joinpath(NAME).unlink()
+    monkeypatch.setenv("PIP_NO_INDEX", "0")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://somebody:secret@127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+    monkeypatch.setenv("PIP_RETRIES", "1")  # it says nothing of a single try
+    with pytest.raises(SourceError) as caught:
+        source.fetch(shop[1], "3.11", "x86_64", tmp_path / "cache")
+    assert pauses == [5, 20]
+    assert caught.value.file == NAME
+    assert "127.0.0.1:9/simple" in caught.value.found
+    assert str(shop[0]) in caught.value.found
+    assert "secret" not in str(caught.value)
+    assert list((tmp_path / "cache").iterdir()) == []

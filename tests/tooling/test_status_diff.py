@@ -62,6 +62,18 @@ def test_an_unpinned_file(world: Any) -> None:
     assert verdict(world) == f"not supported as it is ({ALPHA})"
 
 
+@pytest.mark.parametrize("found", [b"# a fork's\n", None])
+def test_a_touched_file_that_was_replaced_after_apply(world: Any, found: bytes | None) -> None:
+    """As a pull does: named, where apply and revert refuse."""
+    world.apply()
+    world.path(ALPHA).unlink()
+    if found is not None:
+        world.path(ALPHA).write_bytes(found)
+    assert verdict(world) == f"not supported as it is ({ALPHA}), and overlaid in part"
+    world.path(ALPHA).write_bytes(world.upstream[ALPHA])
+    assert verdict(world) == HALF
+
+
 def test_another_version(world: Any, later: Callable[[Any], Any]) -> None:
     world.apply()
     assert "another version" in verdict(later(world))

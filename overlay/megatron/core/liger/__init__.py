@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import os
 
-from . import installed, job, settings
-from .cross_entropy import LigerMegatronCrossEntropy
-from .dispatch import FallbackError, counters, reset_counters
-from .norms import LigerMegatronRMSNorm
-from .ranks import RankError
-from .report import report
-from .settings import SettingsError
-from .swiglu import LigerMegatronSwiGLU
-from .version import OVERLAY_VERSION
+try:
+    from . import installed, job, settings
+    from .cross_entropy import LigerMegatronCrossEntropy
+    from .dispatch import FallbackError, counters, reset_counters
+    from .norms import LigerMegatronRMSNorm
+    from .ranks import RankError
+    from .report import report
+    from .settings import SettingsError
+    from .swiglu import LigerMegatronSwiGLU
+    from .version import OVERLAY_VERSION
+except Exception as error:
+    if type(error).__module__ == f"{__name__}.settings":
+        raise
+    # No ImportError: upstream and what is built on it take that for a library that is not there, and go on.
+    raise RuntimeError(
+        f"the liger overlay in {os.path.dirname(__file__)} cannot be imported ({type(error).__name__}: "
+        f"{error}): its files are damaged, or of different versions. Lay it over this tree again, revert "
+        "it, or install the wheel again"
+    ) from error
 
 __all__ = [
     "OVERLAY_VERSION",

@@ -21,6 +21,13 @@ import torch
 from .settings import OPS as NAMES
 from .settings import SETTINGS, STRICT, SWITCH
 
+if getattr(sys.modules[__package__], "__file__", None) is None:
+    # Python takes a folder without it for a package all the same, and half of this one would run.
+    raise RuntimeError(
+        f"the liger overlay in {os.path.dirname(__file__)} has lost its __init__.py. Lay it over this tree "
+        "again, revert it, or install the wheel again"
+    )
+
 TORCH_FLOOR = (2, 6)
 TRITON_FLOOR = (3, 2)
 
@@ -149,11 +156,20 @@ class Op:
     def load(self, other: str | None = None) -> Callable[..., Any]:
         """The kernel's function, or another one of its module. Imports Triton: for platforms that have no
         reason against it.
+
+        Raises:
+            RuntimeError: the module cannot be imported.
         """
         module, name = self._kernel.rsplit(".", 1)
-        function: Callable[..., Any] = getattr(
-            importlib.import_module(f".kernels.{module}", __package__), other or name
-        )
+        try:
+            found = importlib.import_module(f".kernels.{module}", __package__)
+        except Exception as error:
+            raise RuntimeError(
+                f"{self.name}: the liger overlay's kernels in {os.path.dirname(__file__)} cannot be imported "
+                f"({type(error).__name__}: {error}). Lay it over this tree again, revert it, install the "
+                f"wheel again, or switch the op off with {SWITCH}=-{self.name}"
+            ) from error
+        function: Callable[..., Any] = getattr(found, other or name)
         return function
 
     def entry(self, name: str) -> Entry:

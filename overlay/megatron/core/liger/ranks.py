@@ -19,6 +19,7 @@ import torch
 import torch.distributed
 from torch.distributed import distributed_c10d
 
+from . import installed
 from .settings import CHECK_LABELS, LABEL_SMOOTHING, SETTINGS, STRICT, SWITCH
 from .version import OVERLAY_VERSION
 
@@ -68,6 +69,7 @@ def fingerprint(op: str, runs: str) -> dict[str, str]:
     """What must be the same on all ranks, by name. In place is not in it: that concerns one rank alone."""
     return {
         "overlay": str(OVERLAY_VERSION),
+        "ops": ",".join(map(str, (installed.record() or {}).get("ops") or ("unknown",))),
         SWITCH: ",".join(sorted(SETTINGS.enabled)) or "0",
         STRICT: str(int(SETTINGS.strict)),
         CHECK_LABELS: str(int(SETTINGS.check_labels)),
