@@ -96,7 +96,6 @@ class _Norm(nn.Module):
     """
 
     weight: nn.Parameter
-    returns_residual = False  # later releases ask a norm for it
     normalized_shape: tuple[int, ...]
     eps: Any  # None in RMSNorm: that of the input's dtype
     zero_centered_gamma = False
