@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from . import installed, job, settings
+from . import installed, job, linear_cross_entropy, settings
 from .cross_entropy import LigerMegatronCrossEntropy
 from .dispatch import FallbackError, counters, reset_counters
 from .norms import LigerMegatronRMSNorm

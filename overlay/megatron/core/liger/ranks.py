@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 from torch.distributed import distributed_c10d
 
-from .settings import CHECK_LABELS, LABEL_SMOOTHING, SETTINGS, STRICT, SWITCH
+from .settings import CHECK_LABELS, LABEL_SMOOTHING, LINEAR_CE_MB, SETTINGS, STRICT, SWITCH
 from .version import OVERLAY_VERSION
 
 TIMEOUT = 120.0
@@ -72,6 +72,7 @@ def fingerprint(op: str, runs: str) -> dict[str, str]:
         STRICT: str(int(SETTINGS.strict)),
         CHECK_LABELS: str(int(SETTINGS.check_labels)),
         LABEL_SMOOTHING: SETTINGS.label_smoothing,
+        LINEAR_CE_MB: f"{SETTINGS.linear_ce_mb:g}",
         op: runs,
     }
 
