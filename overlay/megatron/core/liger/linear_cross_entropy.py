@@ -44,8 +44,11 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Waits for a parameter that is being gathered, and gives nothing back: it can run before the kernel, too.
 _WAITS = "megatron.core.distributed.distributed_data_parallel"
 
-# Its launches are cross-entropy's kernels, which are counted there.
-OP = Op("linear_cross_entropy", kernel="linear_cross_entropy.linear_cross_entropy", launches=())
+OP = Op(
+    "linear_cross_entropy",
+    kernel="linear_cross_entropy.linear_cross_entropy",
+    launches=("linear_cross_entropy_",),
+)
 _MODEL = OP.entry("GPTModel")
 _MTP = OP.entry("MTP")
 
