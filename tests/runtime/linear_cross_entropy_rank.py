@@ -107,7 +107,9 @@ def work(models: Any, run: dict[str, Any], device: torch.device) -> dict[str, An
     return {
         "losses": [losses.detach().cpu()],
         "gradients": {
-            name: models.joined(p.grad, p, ranks) for name, p in model.named_parameters() if p.grad is not None
+            name: models.joined(p.grad, p, ranks)
+            for name, p in model.named_parameters()
+            if p.grad is not None
         },
         "counters": counters,
         "layout": (str(losses.dtype), losses.is_contiguous()),

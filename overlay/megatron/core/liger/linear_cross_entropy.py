@@ -211,7 +211,7 @@ def decide(call: Call) -> tuple[str | None, Any]:
     Raises:
         RankError: the ranks of the group would not decide alike.
     """
-    group = call.group if hasattr(call.layer, "weight") else None
+    group = call.group
     reason = unserved(call, 1 if group is None else group.size())
     if reason is None and group is not None:
         if not ranks.known(group):
