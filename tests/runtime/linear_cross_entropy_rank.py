@@ -40,7 +40,7 @@ def build(models: Any, run: dict[str, Any], device: torch.device) -> Any:
         model = step._model(device, dtype)
     else:
         choice = {**models.SWIGLU, "normalization": "RMSNorm", "add_bias_linear": False}
-        choice |= {"mtp_num_layers": 2} if run["mtp"] else {}
+        choice |= {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.1} if run["mtp"] else {}
         choice |= {"sequence_parallel": run["sequence_parallel"]}
         config = TransformerConfig(**models.common(run, **choice))
         block = gpt_layer_specs.get_gpt_decoder_block_spec(

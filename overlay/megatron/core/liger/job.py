@@ -98,7 +98,8 @@ def summary() -> str:
                 calls.append(f"{entry} {' + '.join(runs)}")
         launched = [f"{kernel} {count}" for kernel, count in op["launches"].items()]
         state = installed.op_state(name, files) if files else installed.INSTALLED
-        unused = "never called" if dispatch.OPS[name].enabled else dispatch.off(name)
+        idle = not dispatch.OPS[name].enabled and dispatch.off(name) == dispatch.NOT_ENABLED
+        unused = dispatch.NOT_ENABLED if idle else "never called"
         text = ", ".join(calls) or (unused if state == installed.INSTALLED else state)
         text += f", launches {', '.join(launched)}" if launched else ""
         text += f", collectives {op['collectives']}" if op["collectives"] else ""
