@@ -26,6 +26,7 @@ from scripts.tree import TEMPORARY, Tree
 from scripts.verify import Action, FileState, Plan, plan
 
 BUILD = ROOT / "build"
+NOT_THERE = "this release has nothing for it to change"
 
 
 @dataclass(frozen=True)
@@ -498,6 +499,8 @@ def _print_actions(planned: Plan) -> None:
         print(f"  {word:7} {action.path}{detail}")
     for file in planned.left:
         print(f"  {'left':7} {file.path}  {stays(file)}")
+    for op in planned.missing:
+        print(f"  {'none':7} {op}: {NOT_THERE}")
     print(f"  {'record':7} {RECORD}")
 
 

@@ -236,12 +236,13 @@ def _pin(s: PatchSet, source: str) -> TouchedFile | None:
 
 
 def diffs_fit_pins(s: PatchSet) -> Iterator[Problem]:
-    """Diffs name the file that they lie under and their op, and fit each of its variants and no other."""
+    """Diffs name the file that they lie under and their op, and fit each of its variants that has an entry,
+    and no other."""
     for path, data in s.diffs.items():
         patch, file = patches.parse(data), _pin(s, path)
         if path != f"patches/{patch.path}{patches.SUFFIX}":
             yield Problem(path, patch.diffs[0].line, f"the diff is of {patch.path}")
-        pinned = [variant.sha256 for variant in file.variants] if file else []
+        pinned = [variant.sha256 for variant in file.variants if variant.has_entries] if file else []
         for diff in patch.diffs:
             for known in sorted(set(diff.fits) - set(pinned)):
                 yield Problem(path, diff.line, f"fits {known[:12]}, which is not pinned")
@@ -303,7 +304,8 @@ def ledger_matches_code(s: PatchSet) -> Iterator[Problem]:
 
 
 def fingerprints_complete(s: PatchSet) -> Iterator[Problem]:
-    """Every variant has a fingerprint, or null for none, of each pinned entry and of no other."""
+    """Every variant has a fingerprint, or null for none, of each pinned entry and of no other; one to extend
+    has an entry."""
     for path, file in s.manifest.files.items():
         for variant in file.variants:
             where = f"{path}: {variant.sha256[:12]}"
@@ -315,7 +317,7 @@ def fingerprints_complete(s: PatchSet) -> Iterator[Problem]:
             for name in file.entries:
                 if name not in variant.entries:
                     yield Problem(FILES, 0, f"{where}: nothing is said of {name}")
-            if file.entries and not any(variant.entries.values()):
+            if file.action == "extend" and file.entries and not any(variant.entries.values()):
                 yield Problem(FILES, 0, f"{where}: no entry to take over")
         for name in file.entries:
             if not any(variant.entries.get(name) for variant in file.variants):

@@ -49,7 +49,7 @@ class Release:
 class Variant:
     """One known content of a touched file: the releases that have it, and a fingerprint per entry.
 
-    An entry that this content does not define has None.
+    An entry that this content does not define has None. One without any entry is known, and left as it is.
     """
 
     sha256: str
@@ -57,13 +57,18 @@ class Variant:
     source: str
     entries: Mapping[str, str | None] = field(default_factory=dict)
 
+    @property
+    def has_entries(self) -> bool:
+        return not self.entries or any(self.entries.values())
+
 
 @dataclass(frozen=True)
 class TouchedFile:
     """An upstream file that the overlay changes; ``entries`` are the names taken over or changed in it.
 
     ``absent`` are the releases that have no such file. An ``optional`` one stays upstream's in a tree where
-    it is none of the variants, and its op goes on without it; any other is refused there.
+    it is none of the variants, and its op goes on without it; any other is refused there. Where a variant of
+    any other has no entry, the release has not got the op.
     """
 
     path: str

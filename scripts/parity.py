@@ -150,7 +150,7 @@ def compare(
         ExpectationError: a process failed or the time ran out.
     """
     calls = dict.fromkeys(ops, "all") if calls is None else dict(calls)
-    plan = {"calls": calls}
+    plan = {"calls": calls, "ops": list(ops)}
     reports = {}
     for name, tree in (("pristine", pristine), ("overlaid", overlaid)):
         world = folder / name

@@ -159,6 +159,8 @@ def _upstream(file: FileState) -> str:
         return f"pristine, {known}"
     if file.verdict == LEFT:
         return stays(file)
+    if file.verdict == ABSENT and file.data is not None:
+        return f"pristine, {known}, where nothing is to change"
     if file.verdict == ABSENT:
         return f"not there, as in {span(file.releases)}"
     if file.verdict == MISSING:

@@ -30,9 +30,9 @@ class FileState:
     ``verdict`` is pristine (upstream's file, or nothing where the overlay adds one), overlaid, edited
     (changed by hand after apply, or content that is not ours at an added path), unknown (an upstream file
     that is not pinned), missing, absent (the releases that the tree's other files are of have no such
-    file), or left (an optional file that is unknown or missing: it stays as it is). ``base`` holds
-    upstream's bytes, where they can be told. ``current`` says whether an overlaid file is what this checkout
-    writes.
+    file, or this content of it has no entry), or left (an optional file that is unknown or missing: it stays
+    as it is). ``base`` holds upstream's bytes, where they can be told. ``current`` says whether an overlaid
+    file is what this checkout writes.
     """
 
     path: str
@@ -49,7 +49,7 @@ class FileState:
     @property
     def releases(self) -> tuple[str, ...]:
         """The releases that this is the file of, or that have no such file as this tree has none."""
-        return self.without if self.verdict == ABSENT else self.variant.releases if self.variant else ()
+        return self.variant.releases if self.variant else self.without
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Plan:
     A tree that was overlaid otherwise before gets a record that also names the old hashes first, and the
     final one last, so that every state in between is recognised. ``bases`` are upstream's bytes of the files
     that are changed, ``others`` those of the files that shall be upstream's; ``left`` are the files of the
-    ops that stay upstream's.
+    ops that stay upstream's, ``missing`` the ops that were asked for and that the tree's release has not got.
     """
 
     actions: tuple[Action, ...]
@@ -112,6 +112,7 @@ class Plan:
     bases: Mapping[str, bytes] = field(default_factory=dict)
     others: Mapping[str, bytes] = field(default_factory=dict)
     left: tuple[FileState, ...] = ()
+    missing: tuple[str, ...] = ()
 
     @property
     def changes(self) -> bool:
@@ -169,7 +170,9 @@ def _upstream(read: Read, file: TouchedFile, overlay: Overlay) -> FileState:
     if found is None:
         damaged = MARK in data and variant is None  # a formatter has broken the marker line, say
         unknown = LEFT if file.optional else UNKNOWN
-        verdict = EDITED if damaged else PRISTINE if variant else unknown
+        verdict = EDITED if damaged else unknown
+        if variant is not None:
+            verdict = PRISTINE if variant.has_entries else ABSENT
         return FileState(file.path, file.action, file.op, verdict, data, base, variant)
     current = data == overlay.over(file.path, base, found.op)
     return FileState(file.path, file.action, found.op, OVERLAID, data, base, variant, found.version, current)
@@ -217,19 +220,19 @@ def plan(
     state = inspect(read, manifest, overlay)
     _refuse_edited(state)
     _refuse_unknown(state, manifest, ops, release)
-    ops = _present(state, ops)
+    asked, ops = ops, _present(state, manifest, ops)
     bases: dict[str, bytes] = {}
     writes: list[Action] = []
     restores: list[Action] = []
     as_in: list[set[str]] = []
     for file in state.upstream:
-        if file.op in ops and overlay.changes(file.path) and file.base is not None and file.variant:
+        if file.op in ops and file.verdict == ABSENT:
+            as_in.append(set(file.releases))
+        elif file.op in ops and overlay.changes(file.path) and file.base is not None and file.variant:
             bases[file.path] = file.base
             as_in.append(set(file.releases))
             after = _over(overlay, file.path, file.base, file.op)
             writes.append(Action(file.path, file.action, file.op, file.data, after))
-        elif file.op in ops and file.verdict == ABSENT:
-            as_in.append(set(file.releases))
         elif file.verdict == OVERLAID and file.base is not None:
             restores.append(Action(file.path, "restore", file.op, file.data, file.base))
     adds = [
@@ -252,7 +255,9 @@ def plan(
     ]
     left = tuple(file for file in (*state.left, *unpinned) if file.op in ops)
     others = {path: base for path, base in known_bases(state).items() if path not in bases}
-    return Plan(_with_record(state.record, document, work), ops, release, files_as_in, bases, others, left)
+    missing = tuple(op for op in asked if op not in ops)
+    actions = _with_record(state.record, document, work)
+    return Plan(actions, ops, release, files_as_in, bases, others, left, missing)
 
 
 def known_bases(state: State) -> dict[str, bytes]:
@@ -345,10 +350,19 @@ def edited(file: FileState) -> StateError:
     return StateError(file.path, "the lines, the marker and what is below it as written", found, remedy)
 
 
-def _present(state: State, ops: tuple[str, ...]) -> tuple[str, ...]:
-    """The ops that have any file in a tree. Raises TreeError when none has."""
+def _present(state: State, manifest: Manifest, ops: tuple[str, ...]) -> tuple[str, ...]:
+    """The ops that a tree has: any file of them, and no known content without an entry in one that is not
+    optional.
+
+    Raises TreeError when it has none of them.
+    """
     found = {file.op for file in state.upstream if file.verdict not in (ABSENT, LEFT)}
-    left = tuple(op for op in ops if op in found)
+    gone = {
+        file.op
+        for file in state.upstream
+        if file.verdict == ABSENT and file.data is not None and not manifest.files[file.path].optional
+    }
+    left = tuple(op for op in ops if op in found - gone)
     if left or not ops:
         return left
     path = next(file.path for file in state.upstream if file.op in ops)

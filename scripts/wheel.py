@@ -21,7 +21,7 @@ from pathlib import Path
 
 from scripts import arguments as types
 from scripts import source
-from scripts.apply import split_ops, stays
+from scripts.apply import NOT_THERE, split_ops, stays
 from scripts.errors import ExpectationError, SourceError, TreeError, UsageError, command, quoted
 from scripts.files import locked, require_folder, working
 from scripts.manifest import Manifest, PinnedFile, Release, load, span
@@ -254,6 +254,8 @@ def _report(patched: Patched, path: Path) -> None:
     print(f"  ops {', '.join(planned.ops)}: {changed}, {added} added with the record")
     for file in planned.left:
         print(f"  left: {file.path} {stays(file)}")
+    for op in planned.missing:
+        print(f"  none: {op}, {NOT_THERE}")
     for name in patched.upstream.signatures:
         print(f"  left out: {name}, which signs upstream's RECORD")
     print(f"  pip install --no-deps --force-reinstall {shlex.quote(shown)}")

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from scripts.workers.entries import LINEAR
+
 Tensors = dict[str, torch.Tensor]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -938,6 +940,7 @@ OPS: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "swiglu": swiglu,
     "cross_entropy": cross_entropy,
     "norms": norms,
+    LINEAR: lambda dtype: iter(()),
 }
 
 

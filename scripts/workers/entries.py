@@ -73,6 +73,9 @@ ENTRIES = (
     ),
 )
 
+# The op that is off unless asked for. It has call sites and no entries: a model's step is its comparison.
+LINEAR = "linear_cross_entropy"
+
 # The class of each op that a hand-built spec names, in megatron.core.liger.
 PUBLIC_CLASSES = {
     "swiglu": "LigerMegatronSwiGLU",

@@ -16,7 +16,7 @@ import torch
 from scripts.workers import runtime, step
 from scripts.workers.bindings import bindings
 from scripts.workers.cases import Case, chosen, short
-from scripts.workers.entries import ENTRIES
+from scripts.workers.entries import ENTRIES, LINEAR
 
 RESULTS = "results.pt"
 
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     }
     results = {case.id: _run(case, device) for case in chosen(plan["calls"])}
     if plan["calls"]:
-        results[step.NAME] = _step(device)
+        results[step.NAME] = _step(device, LINEAR in plan["ops"])
     torch.save(results, folder / RESULTS)
     runtime.write_report(folder, report)
     torch.distributed.destroy_process_group()
@@ -92,11 +92,11 @@ def _run(case: Case, device: torch.device) -> dict[str, Any]:
     return result
 
 
-def _step(device: torch.device) -> dict[str, Any]:
+def _step(device: torch.device, linear: bool) -> dict[str, Any]:
     """A model's step in float32; of the pristine tree also in float64. Its error, where there is one."""
     dtypes = [torch.float32] if runtime.overlay() is not None else [torch.float32, torch.float64]
     try:
-        return {short(dtype): step.run(device, dtype) for dtype in dtypes}
+        return {short(dtype): step.run(device, dtype, linear) for dtype in dtypes}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward and backward of a two-layer GPT, built alike in every release by Megatron-Core's own interfaces.
 
-Local layers with RMSNorm in every slot, SwiGLU, grouped queries; the loss once through each cross-entropy.
+Local layers with RMSNorm in every slot, SwiGLU, grouped queries; the loss once through each cross-entropy,
+and once more with ``linear_cross_entropy`` where a tree is to have it.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from scripts.workers import runtime
-from scripts.workers.entries import NORM_SLOTS
+from scripts.workers.entries import LINEAR, NORM_SLOTS
 
 NAME = "GPTModel fp32: a step of two layers"
 LAYERS = 2
@@ -25,20 +28,27 @@ FINAL_NORM = "megatron/core/transformer/transformer_block.py"  # whose diff asks
 def expected_calls(ops: list[str], norms: int) -> dict[str, dict[str, int]]:
     """How often each entry of an overlaid tree runs on the kernel in :func:`run`, with ``norms`` of ours."""
     once_each = {"fused_vocab_parallel_cross_entropy": 1, "vocab_parallel_cross_entropy": 1}
+    passes = len(_losses(LINEAR in ops))
     calls = {
-        "swiglu": {"bias_swiglu_impl": LAYERS * len(LOSSES)},
+        "swiglu": {"bias_swiglu_impl": LAYERS * passes},
         "cross_entropy": once_each,
-        "norms": {"WrappedTorchNorm or FusedLayerNorm": norms * len(LOSSES)},
+        "norms": {"WrappedTorchNorm or FusedLayerNorm": norms * passes},
+        LINEAR: {"GPTModel": 1},
     }
     return {op: calls[op] for op in ops}
 
 
-def run(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """One step in ``dtype``.
+def _losses(linear: bool) -> tuple[str, ...]:
+    return (*LOSSES, LINEAR) if linear else LOSSES
+
+
+def run(device: torch.device, dtype: torch.dtype, linear: bool = False) -> dict[str, Any]:
+    """One step in ``dtype``; ``linear``: once more as with ``linear_cross_entropy``, which a pristine tree
+    computes by its unfused loss.
 
     Returns:
-        ``tensors``: the loss of each token by each cross-entropy, and every parameter's gradient of the
-        unfused one (the fused one's goes through bfloat16 upstream); ``norms``: the class of each norm;
+        ``tensors``: the loss of each token by each cross-entropy, and every parameter's gradient of all but
+        the fused one (whose goes through bfloat16 upstream); ``norms``: the class of each norm;
         of an overlaid tree ``counters``, and ``patched``: the files that diffs changed.
     """
     overlay = runtime.overlay()
@@ -54,15 +64,16 @@ def run(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     if overlay is not None:
         overlay.reset_counters()
     tensors = {}
-    for name in LOSSES:
+    for loss_name in _losses(linear):
         model.zero_grad(set_to_none=True)
-        model.config.cross_entropy_loss_fusion = name == "fused"
-        loss = model(**batch)
-        tensors[f"{name} loss"] = loss.detach().cpu()
+        model.config.cross_entropy_loss_fusion = loss_name == "fused"
+        with _linear_on(overlay if loss_name == LINEAR else None):
+            loss = model(**batch)
+        tensors[f"{loss_name} loss"] = loss.detach().cpu()
         loss.mean().backward()
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            tensors[f"d {name}"] = parameter.grad.detach().cpu()
+        for name, parameter in model.named_parameters() if loss_name != "fused" else ():
+            if parameter.grad is not None:
+                tensors[f"d {name}, {loss_name}"] = parameter.grad.detach().cpu()
     return {
         "tensors": tensors,
         "norms": {
@@ -73,6 +84,18 @@ def run(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "counters": overlay.counters() if overlay is not None else None,
         "patched": runtime.patched_files() if overlay is not None else [],
     }
+
+
+@contextlib.contextmanager
+def _linear_on(overlay: Any) -> Iterator[None]:
+    """With the op that is off by default switched on."""
+    if overlay is None:
+        yield
+        return
+    op = overlay.dispatch.OPS[LINEAR]
+    op.enabled = True
+    yield
+    op.enabled = False
 
 
 def _model(device: torch.device, dtype: torch.dtype) -> torch.nn.Module:

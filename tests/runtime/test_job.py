@@ -39,15 +39,15 @@ def test_both_lines(python: Python, overlaid_tree: object) -> None:
     core = re.escape(f"{overlaid_tree}/megatron/core")
     where = r"cpu \(Triton's interpreter\)" if KERNELS else r"[^|]+"
     assert re.fullmatch(
-        rf"{HEAD}: (?:\w+ kernel, )*swiglu kernel(?:, \w+ kernel)* \| torch \S+ triton \S+ "
-        rf"device {where} \| {core}",
+        rf"{HEAD}: (?:\w+ kernel, )*swiglu kernel(?:, \w+ kernel)*, linear_cross_entropy not enabled \| "
+        rf"torch \S+ triton \S+ device {where} \| {core}",
         printed[1],
     )
     assert re.fullmatch(
         rf"{HEAD} at exit: (?:\w+: never called; )*"
         rf"swiglu: bias_swiglu_impl 3 kernel \+ 1 upstream \(fp8_input_store\), "
         rf"weighted_bias_swiglu_impl 1 kernel, launches swiglu_backward 3, swiglu_forward 4"
-        rf"(?:; \w+: never called)* \| {core}",
+        rf"(?:; \w+: never called)*; linear_cross_entropy: not enabled \| {core}",
         printed[3],
     )
 
@@ -102,7 +102,11 @@ def test_installed_never_used(python: Python) -> None:
     """Said of a distributed job's rank 0, and of nothing else."""
     done = python(code=IMPORT_ONLY, RANK="0", WORLD_SIZE="2")
     (line,) = lines(done.stdout)
-    assert re.match(rf"{HEAD} at exit: installed, never used: (?:\w+: never called(?:; )?)+ \| ", line)
+    assert re.match(
+        rf"{HEAD} at exit: installed, never used: (?:\w+: never called; )+"
+        r"linear_cross_entropy: not enabled \| ",
+        line,
+    )
     assert "swiglu: never called" in line
     assert lines(python(code=IMPORT_ONLY, SLURM_PROCID="0").stdout) == []  # an interactive shell of a job
     assert lines(python(code=IMPORT_ONLY, RANK="1", WORLD_SIZE="2").stdout) == []

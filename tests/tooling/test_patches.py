@@ -227,7 +227,7 @@ def test_the_projects_own_diffs_fit_every_pinned_variant_once() -> None:
     assert patched
     for path, file in patched.items():
         fits = [sha for diff in overlay.diffs[path].diffs for sha in diff.fits]
-        assert sorted(fits) == sorted(variant.sha256 for variant in file.variants)
+        assert sorted(fits) == sorted(v.sha256 for v in file.variants if v.has_entries)
 
 
 def test_a_malformed_diff_or_a_missing_one_stops_every_command(tmp_path: Path) -> None:

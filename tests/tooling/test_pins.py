@@ -101,7 +101,8 @@ def test_the_pins_are_those_of_the_real_wheel(real_wheel: Path) -> None:
         variant = file.variant(sha256(contents[path]))
         assert variant is not None
         assert "0.16.1" in variant.releases
-        assert variant.entries == pins.fingerprints(contents[path], file.entries)
+        found = pins.fingerprints(contents[path], file.entries)
+        assert variant.entries == {name: found.get(name) for name in file.entries}
 
 
 def test_every_published_file_of_every_release_is_pinned() -> None:

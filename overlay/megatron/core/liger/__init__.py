@@ -11,6 +11,7 @@ import os
 
 try:
     from . import installed, job, settings
+    from . import linear_cross_entropy as linear_cross_entropy  # it has no class, but a switch and counters
     from .cross_entropy import LigerMegatronCrossEntropy
     from .dispatch import FallbackError, counters, reset_counters
     from .norms import LigerMegatronRMSNorm

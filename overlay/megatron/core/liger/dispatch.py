@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from .settings import ON_REQUEST, SETTINGS, STRICT, SWITCH
 from .settings import OPS as NAMES
-from .settings import SETTINGS, STRICT, SWITCH
 
 if getattr(sys.modules[__package__], "__file__", None) is None:
     # Python takes a folder without it for a package all the same, and half of this one would run.
@@ -41,6 +41,7 @@ COMPILING = "traced by torch.compile"
 NOT_PLAIN = "an argument that is no plain tensor"
 WATCHED = "watched by a torch dispatch mode or torch.jit.trace"
 OFF = f"off by {SWITCH}"
+NOT_ENABLED = "not enabled"
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -250,6 +251,11 @@ def platform() -> Platform:
     if _platform is None:
         _platform = Platform()
     return _platform
+
+
+def off(op: str) -> str:
+    """What is to be said of an op that is not enabled."""
+    return NOT_ENABLED if op in ON_REQUEST else OFF
 
 
 def in_order() -> list[Op]:

@@ -69,7 +69,7 @@ def announce(entry: dispatch.Entry, reason: str | None, tensor: Any) -> None:
             if op is not entry.op and state == installed.NOT_INSTALLED:
                 ops.append(f"{op.name} {state}")
             elif not op.enabled:
-                ops.append(f"{op.name} {dispatch.OFF}")
+                ops.append(f"{op.name} {dispatch.off(op.name)}")
             else:
                 ops.append(f"{op.name} upstream ({why})" if why else f"{op.name} kernel")
         name = torch.cuda.get_device_name(tensor.device) if device == "cuda" else device
@@ -98,7 +98,9 @@ def summary() -> str:
                 calls.append(f"{entry} {' + '.join(runs)}")
         launched = [f"{kernel} {count}" for kernel, count in op["launches"].items()]
         state = installed.op_state(name, files) if files else installed.INSTALLED
-        text = ", ".join(calls) or ("never called" if state == installed.INSTALLED else state)
+        idle = not dispatch.OPS[name].enabled and dispatch.off(name) == dispatch.NOT_ENABLED
+        unused = dispatch.NOT_ENABLED if idle else "never called"
+        text = ", ".join(calls) or (unused if state == installed.INSTALLED else state)
         text += f", launches {', '.join(launched)}" if launched else ""
         text += f", collectives {op['collectives']}" if op["collectives"] else ""
         for what, count in _device_counts(name).items():

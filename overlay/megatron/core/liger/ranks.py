@@ -20,7 +20,7 @@ import torch.distributed
 from torch.distributed import distributed_c10d
 
 from . import installed
-from .settings import CHECK_LABELS, LABEL_SMOOTHING, SETTINGS, STRICT, SWITCH
+from .settings import CHECK_LABELS, LABEL_SMOOTHING, LINEAR_CE_MB, SETTINGS, STRICT, SWITCH
 from .version import OVERLAY_VERSION
 
 TIMEOUT = 120.0
@@ -74,6 +74,7 @@ def fingerprint(op: str, runs: str) -> dict[str, str]:
         STRICT: str(int(SETTINGS.strict)),
         CHECK_LABELS: str(int(SETTINGS.check_labels)),
         LABEL_SMOOTHING: SETTINGS.label_smoothing,
+        LINEAR_CE_MB: f"{SETTINGS.linear_ce_mb:g}",
         op: runs,
     }
 

@@ -96,10 +96,10 @@ def report(script: str | os.PathLike[str] | None = None) -> dict[str, Any]:
 
     Returns:
         ``overlay``, ``commit``, ``release``, ``files_as_in``, ``core``, ``python``, ``torch``, ``triton``,
-        ``device``, ``strict``, ``check_labels``, ``label_smoothing``; ``ops``: for each ``installed``,
-        ``enabled``, ``in_place``, ``usable``, ``why_not``, ``used`` (calls on the kernel), its counters and
-        ``device_counts`` (waits for the device to read them); ``files``: each file of the record, with its
-        hashes; ``script``: None without one; ``problems``: texts, none when all is well.
+        ``device``, ``strict``, ``check_labels``, ``label_smoothing``, ``linear_ce_mb``; ``ops``: for each
+        ``installed``, ``enabled``, ``in_place``, ``usable``, ``why_not``, ``used`` (calls on the kernel), its
+        counters and ``device_counts`` (waits for the device to read them); ``files``: each file of the
+        record, with its hashes; ``script``: None without one; ``problems``: texts, none when all is well.
 
     Raises:
         FileNotFoundError: there is no such script.
@@ -134,6 +134,7 @@ def report(script: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         "strict": SETTINGS.strict,
         "check_labels": SETTINGS.check_labels,
         "label_smoothing": SETTINGS.label_smoothing,
+        "linear_ce_mb": SETTINGS.linear_ce_mb,
         "ops": ops,
         "files": table,
         "script": None if script is None else _script(Path(script)),
@@ -167,7 +168,7 @@ def _problems(record: dict[str, Any] | None, data: dict[str, Any]) -> list[str]:
 
 
 def _op_line(name: str, op: dict[str, Any]) -> str:
-    enabled = "enabled" if op["enabled"] else dispatch.OFF
+    enabled = "enabled" if op["enabled"] else dispatch.off(name)
     usable = "usable here" if op["usable"] else f"not usable here ({op['why_not']})"
     return f"  {name}: {op['installed']}, {enabled}, {usable}, used {op['used']} times in this process"
 

@@ -7,12 +7,16 @@ A wrong value stops the import: a job must not train for hours with a switch tha
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-OPS = ("swiglu", "cross_entropy", "norms")
-"""Every op this overlay has; ``default`` in ``LIGER_MEGATRON`` stands for all of them."""
+OPS = ("swiglu", "cross_entropy", "norms", "linear_cross_entropy")
+"""Every op this overlay has."""
+
+ON_REQUEST = ("linear_cross_entropy",)
+"""The ops that run only where ``LIGER_MEGATRON`` names them; ``default`` stands for all others."""
 
 IN_PLACE_OPS = ("swiglu", "cross_entropy")
 """The ops that can write the gradient over the saved activation."""
@@ -22,10 +26,13 @@ STRICT = "LIGER_MEGATRON_STRICT"
 IN_PLACE = "LIGER_MEGATRON_IN_PLACE"
 CHECK_LABELS = "LIGER_MEGATRON_CHECK_LABELS"
 LABEL_SMOOTHING = "LIGER_MEGATRON_LABEL_SMOOTHING"
-VARIABLES = (SWITCH, STRICT, IN_PLACE, CHECK_LABELS, LABEL_SMOOTHING)
+LINEAR_CE_MB = "LIGER_MEGATRON_LINEAR_CE_MB"
+VARIABLES = (SWITCH, STRICT, IN_PLACE, CHECK_LABELS, LABEL_SMOOTHING, LINEAR_CE_MB)
 
 LABEL_SMOOTHING_SCOPES = ("global", "partition")
 """Over which part of the vocabulary label smoothing spreads; the first is the default."""
+
+DEFAULT_LINEAR_CE_MB = 512.0
 
 logger = logging.getLogger("megatron.core.liger")
 
@@ -41,7 +48,8 @@ class Settings:
     ``enabled``: ops that run on the kernel where they can. ``strict``: a fallback of an enabled op is an
     error. ``in_place``: ops whose backward reuses the saved activation's memory for the gradient.
     ``check_labels``: wait for the device at each loss and refuse labels beyond the vocabulary.
-    ``label_smoothing``: one of :data:`LABEL_SMOOTHING_SCOPES`.
+    ``label_smoothing``: one of :data:`LABEL_SMOOTHING_SCOPES`. ``linear_ce_mb``: MiB that one call of
+    ``linear_cross_entropy`` may take beside its tensors and their gradients.
     """
 
     enabled: frozenset[str]
@@ -49,6 +57,7 @@ class Settings:
     in_place: frozenset[str]
     check_labels: bool
     label_smoothing: str
+    linear_ce_mb: float
 
 
 def _items(name: str, value: str, allowed: tuple[str, ...], right: str) -> list[str]:
@@ -63,19 +72,25 @@ def _items(name: str, value: str, allowed: tuple[str, ...], right: str) -> list[
     return items
 
 
+def _by_default() -> frozenset[str]:
+    return frozenset(OPS) - frozenset(ON_REQUEST)
+
+
 def _enabled(value: str) -> frozenset[str]:
     if value in ("", "1", "default"):
-        return frozenset(OPS)
+        return _by_default()
     if value == "0":
         return frozenset()
     right = (
-        "0 (all off), 1 or default (all on), or a comma-separated list: NAME for only what is named, "
-        f"default,NAME to add, -NAME to remove; names: {', '.join(OPS)}"
+        f"0 (all off), 1 or default (all but {', '.join(ON_REQUEST)}), or a comma-separated list: NAME for "
+        f"only what is named, default,NAME to add, -NAME to remove; names: {', '.join(OPS)}"
     )
     allowed = ("default", *OPS, *(f"-{op}" for op in OPS))
     items = _items(SWITCH, value, allowed, right)
     added = {item for item in items if not item.startswith("-")}
-    enabled = set(OPS) if "default" in added or not added else added & set(OPS)
+    enabled = added & set(OPS)
+    if "default" in added or not added:
+        enabled |= _by_default()
     return frozenset(enabled - {item[1:] for item in items if item.startswith("-")})
 
 
@@ -101,6 +116,16 @@ def _in_place(value: str) -> frozenset[str]:
     return frozenset(_items(IN_PLACE, value, IN_PLACE_OPS, right))
 
 
+def _mebibytes(value: str) -> float:
+    try:
+        found = float(value) if value else DEFAULT_LINEAR_CE_MB
+    except ValueError:
+        found = 0.0
+    if not 0.0 < found < math.inf:
+        raise SettingsError(f"{LINEAR_CE_MB}={value!r}: right is a number of MiB above 0, such as 512")
+    return found
+
+
 def read(environ: Mapping[str, str]) -> Settings:
     """The settings in ``environ``; surrounding blanks do not count.
 
@@ -117,6 +142,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         in_place=_in_place(value(IN_PLACE)),
         check_labels=_flag(CHECK_LABELS, value(CHECK_LABELS), "count wrong ones", "refuse them"),
         label_smoothing=_scope(value(LABEL_SMOOTHING)),
+        linear_ce_mb=_mebibytes(value(LINEAR_CE_MB)),
     )
 
 
