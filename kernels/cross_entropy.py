@@ -682,6 +682,8 @@ class CrossEntropyFunction(torch.autograd.Function):
         tokens, strides = _as_tokens(logits, target.dim())
         if options.in_place and tokens is logits:
             ctx.in_place = may_overwrite(logits, target)
+        # A copy: a caller may reuse the labels' memory before the backward.
+        target = target.clone(memory_format=torch.contiguous_format)
         loss, statistics = _forward(tokens, strides, target, options)
         ctx.save_for_backward(tokens, target, statistics)
         return loss

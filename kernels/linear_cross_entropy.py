@@ -264,7 +264,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             return loss
         options, tiling, rows = plan.options, plan.tiling, target.numel()
         x = _tokens(_gather(hidden, options) if plan.sequence_parallel else hidden)
-        labels = target.reshape(-1)
+        # A copy: a caller may reuse the labels' memory before the backward.
+        labels = target.flatten().clone()
         statistics = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
         buffer = torch.empty((rows, tiling.width), dtype=x.dtype, device=x.device)
         strides = (0, tiling.width)
@@ -291,7 +292,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         # Under hooks on saved tensors memory is to be given back, or this forward will be repeated.
         if plan.keep and not hooked():
             ctx.kept = buffer
-        ctx.save_for_backward(hidden, weight, target, statistics)
+        ctx.save_for_backward(hidden, weight, labels, statistics)
         return loss
 
     @staticmethod
@@ -313,7 +314,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             return dhidden if wants_hidden else None, dweight, None, None
 
         x = _tokens(_gather(hidden, options) if plan.sequence_parallel else hidden)
-        labels, statistics = target.reshape(-1), statistics.contiguous()
+        labels, statistics = target.contiguous(), statistics.contiguous()
         dloss = plain(dloss).reshape(-1)
         if plan.scale != 1.0:
             dloss = dloss * plan.scale

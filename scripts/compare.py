@@ -26,6 +26,7 @@ from scripts.train import (
     plan_run,
     run_runs,
 )
+from scripts.workers.entries import LINEAR
 
 TREES = ("pristine", "overlaid")
 RUNS = (UNFUSED, FUSED)
@@ -92,6 +93,8 @@ def _table(result: Result, worlds: Mapping[str, World], options: Options) -> Non
 def _kernels(result: Result, worlds: Mapping[str, World], ops: Sequence[str]) -> None:
     """The overlaid tree runs every op on its kernels in each step, the pristine one has none."""
     for op in ops:
+        if op == LINEAR:  # off unless asked for
+            continue
         steps = list(worlds["overlaid"].steps(op))
         idle = [where for where, counts in steps if not counts["launches"]]
         reasons = {r for _, counts in steps for n in counts["entries"].values() for r in n["upstream"]}

@@ -168,7 +168,8 @@ def _upstream(read: Read, file: TouchedFile, overlay: Overlay) -> FileState:
         return FileState(file.path, file.action, found.op, EDITED, data, base_or_none, version=found.version)
     variant = file.variant(sha256(base))
     if found is None:
-        damaged = MARK in data and variant is None  # a formatter has broken the marker line, say
+        # A formatter has broken the marker line, say, or a merge has lost what stands from it on.
+        damaged = variant is None and (MARK in data or _refers(data) or _unmarked(data, file.path, overlay))
         unknown = LEFT if file.optional else UNKNOWN
         verdict = EDITED if damaged else unknown
         if variant is not None:
@@ -176,6 +177,17 @@ def _upstream(read: Read, file: TouchedFile, overlay: Overlay) -> FileState:
         return FileState(file.path, file.action, file.op, verdict, data, base, variant)
     current = data == overlay.over(file.path, base, found.op)
     return FileState(file.path, file.action, found.op, OVERLAID, data, base, variant, found.version, current)
+
+
+def _refers(data: bytes) -> bool:
+    return PACKAGE.replace("/", ".").encode() in data
+
+
+def _unmarked(data: bytes, path: str, overlay: Overlay) -> bool:
+    """Whether ``data`` is what a diff makes of a known content, without the block that says so."""
+    patch = overlay.diffs.get(path)
+    results = {fit.becomes for diff in patch.diffs for fit in diff.fits.values()} if patch else set()
+    return bool({sha256(data), sha256(data + b"\n"), sha256(data[:-1])} & results)
 
 
 def _added(path: str, data: bytes | None, known: Mapping[str, list[str]], overlay: Overlay) -> FileState:

@@ -502,6 +502,16 @@ def test_double_backward_is_refused(power: int, device: torch.device) -> None:
         dlogits.sum().backward()
 
 
+def test_the_labels_memory_may_be_used_again(device: torch.device) -> None:
+    logits, target, dloss = make((9, 2), 20, torch.float32, device)
+    right = run(vocab_parallel_cross_entropy, logits, target, dloss)
+    logits.requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, target)
+    target.fill_(3)
+    loss.backward(dloss)
+    assert torch.equal(logits.grad, right.dlogits)
+
+
 def test_logits_changed_after_the_forward_are_refused(device: torch.device) -> None:
     logits, target, _ = make((5,), 24, torch.float32, device)
     logits = logits.requires_grad_() * 1

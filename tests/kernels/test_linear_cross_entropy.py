@@ -374,6 +374,18 @@ def test_logit_scale(scale: float, count: int, device: torch.device, tiles: Tile
     check(*inputs, run(linear_cross_entropy, *inputs, logit_scale=scale), logit_scale=scale)
 
 
+def test_the_labels_memory_may_be_used_again(device: torch.device, tiles: Tiles) -> None:
+    tiles(2)
+    hidden, weight, target, dloss = make((9,), 100, torch.bfloat16, device)
+    right = run(linear_cross_entropy, hidden, weight, target, dloss)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, target)
+    target.fill_(3)
+    loss.backward(dloss)
+    assert torch.equal(hidden.grad, right.dhidden)
+    assert torch.equal(weight.grad, right.dweight)
+
+
 def test_a_logit_scale_that_rounds(device: torch.device, tiles: Tiles) -> None:
     tiles(2)
     hidden, weight, target, dloss = make((9,), 100, torch.float32, device)

@@ -383,7 +383,9 @@ def test_a_thousand_steps_keep_nothing(
     # Some objects come with what is counted itself; a thousand would come with the steps.
     late = run(range(20, 1000))
     assert late.pop("objects") < early.pop("objects") + 100
-    assert late == early
+    # Fewer than before: what other tests had left has been collected in the meantime.
+    assert late.keys() == early.keys()
+    assert all(late[name] <= count for name, count in early.items()), (early, late)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ release that has it; what it leaves to upstream, and that it is off unless asked
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -281,6 +282,38 @@ def test_what_is_left_to_upstream(kind: str, call: Any, linear: ModuleType) -> N
     assert linear.unserved(call, 1) is None
     reason, change = REASONS[kind]
     change(call)
+    assert linear.unserved(call, 1) == getattr(linear, reason)
+
+
+def _functions() -> dict[str, tuple[Any, str, str]]:
+    """What users replace at run time, not on one model but for all: the holder, the name, the reason."""
+    from megatron.core import tensor_parallel
+    from megatron.core.models.common.language_module import language_module
+
+    loss = "compute_language_model_loss"
+    return {
+        "the loss's method": (language_module.LanguageModule, loss, "LOSS"),
+        "the loss": (tensor_parallel, "vocab_parallel_cross_entropy", "LOSS"),
+        "the fused loss": (language_module, "fused_vocab_parallel_cross_entropy", "LOSS"),
+        "the layer's forward": (tensor_parallel.ColumnParallelLinear, "forward", "LAYER"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["the loss's method", "the loss", "the fused loss", "the layer's forward"])
+def test_what_somebody_replaced_is_not_passed_over(
+    kind: str, call: Any, linear: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert linear.unserved(call, 1) is None
+    holder, name, reason = _functions()[kind]
+    upstream = getattr(holder, name)
+
+    @functools.wraps(upstream)
+    def replaced(*args: Any, **named: Any) -> Any:
+        return upstream(*args, **named)
+
+    monkeypatch.setattr(holder, name, replaced)
+    model = call.compute.__self__
+    object.__setattr__(call, "compute", model.compute_language_model_loss)
     assert linear.unserved(call, 1) == getattr(linear, reason)
 
 

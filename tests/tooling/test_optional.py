@@ -11,7 +11,7 @@ import pytest
 from scripts import status
 from scripts.apply import _print_actions, apply_tree
 from scripts.errors import ExpectationError, StateError, TreeError
-from scripts.overlay import RECORD
+from scripts.overlay import MARK, RECORD
 from scripts.record import read_record
 from scripts.status import expect, judge, lines
 from scripts.verify import LEFT, MISSING, inspect, plan
@@ -110,6 +110,9 @@ def test_a_change_by_hand_is_not_taken_for_a_fork(world: Any) -> None:
         patched.replace(b"# -    return y", b"# -    return z"),
         patched[:-5],
         patched.replace(b"base-sha256=", b"base-sha256= "),
+        patched[: patched.index(MARK)],  # the changed lines stay, and nothing says whose they are
+        patched[: patched.index(MARK) - 1],
+        b"import megatron.core.liger\n" + patched[: patched.index(MARK)],
     ):
         world.path(GAMMA).write_bytes(data)
         for step in (world.apply, world.revert):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,10 +100,35 @@ def _classes() -> tuple[Any, Any]:
     return LanguageModule, ColumnParallelLinear
 
 
+def _written_in(function: Any, module: str) -> bool:
+    """Whether a function stands in a module's file: not one that somebody has put in its place since."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == getattr(sys.modules.get(module), "__file__", None)
+
+
 def _own(holder: Any, name: str, upstream: Any) -> bool:
-    """Whether ``holder`` has the method of upstream's class: not a derived class's, not one put on itself."""
+    """Whether ``holder`` has the method that upstream wrote: not a derived class's, none put there."""
     of_class = getattr(type(holder), name, None)
-    return of_class is getattr(upstream, name, None) and name not in vars(holder)
+    if of_class is not getattr(upstream, name, None) or name in vars(holder):
+        return False
+    return name not in vars(upstream) or _written_in(of_class, upstream.__module__)
+
+
+def _loss_is_upstreams(model: Any) -> bool:
+    """Whether the loss that the kernel stands for is what the model would compute of its logits."""
+    language_module, _ = _classes()
+    from megatron.core import tensor_parallel
+
+    module = sys.modules[language_module.__module__]
+    losses = {
+        "megatron.core.fusions.fused_cross_entropy": vars(module).get("fused_vocab_parallel_cross_entropy"),
+        "megatron.core.tensor_parallel.cross_entropy": tensor_parallel.vocab_parallel_cross_entropy,
+    }
+    return (
+        _own(model, "compute_language_model_loss", language_module)
+        and vars(module).get("tensor_parallel", tensor_parallel) is tensor_parallel
+        and all(function is None or _written_in(function, name) for name, function in losses.items())
+    )
 
 
 def unserved(call: Call, ranks_sharing: int) -> str | None:
@@ -123,6 +149,7 @@ def _of_model(call: Call) -> str | None:
     if (
         not isinstance(model, language_module)
         or getattr(call.compute, "__func__", None) is not language_module.compute_language_model_loss
+        or not _loss_is_upstreams(model)
     ):
         return LOSS
     if not _own(model, "_scale_logits", language_module) or not math.isfinite(call.scale) or not call.scale:
