@@ -5,13 +5,13 @@
 The kernels address both halves through one pointer: nothing is chunked, copied or concatenated. The forward
 moves 3n elements a row, the backward 5n, and less is not possible. The bias gradient takes no atomics: a
 program walks a fixed set of rows with its sums in registers and writes them once, to its own row of a small
-float32 buffer.
+float32 buffer. The forward can write a float8 copy of its input on the way, for the backward to read instead.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,17 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def swiglu_reference(
-    y: torch.Tensor, bias: torch.Tensor | None = None, weights: torch.Tensor | None = None
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    clamp_value: float | None = None,
 ) -> torch.Tensor:
     """The same in plain PyTorch, in the dtypes given. `y` `[..., 2n]`, `bias` `[2n]`, `weights` `[..., 1]`"""
     if bias is not None:
         y = y + bias
     gate, up = y.chunk(2, dim=-1)
+    if clamp_value is not None:
+        gate, up = gate.clamp(max=clamp_value), up.clamp(-clamp_value, clamp_value)
     out = F.silu(gate) * up
     return out if weights is None else (out * weights).to(y.dtype)
 
@@ -75,22 +80,45 @@ def choose_launch(kernel: str, n: int, element_size: int, warp_size: int = WARP_
 
 
 @triton.jit
-def _load_gate_up(p_y, p_bias, n, m, m_n, HAS_BIAS: tl.constexpr):
-    b_gate = tl.load(p_y, mask=m, other=0.0).to(tl.float32)
-    b_up = tl.load(p_y + n, mask=m, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        b_gate += tl.load(p_bias, mask=m_n, other=0.0).to(tl.float32)
-        b_up += tl.load(p_bias + n, mask=m_n, other=0.0).to(tl.float32)
+def _load_halves(p_x, n, m):
+    b_gate = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
+    b_up = tl.load(p_x + n, mask=m, other=0.0).to(tl.float32)
     return b_gate, b_up
 
 
 @triton.jit
-def _gradients(b_gate, b_up, b_dout):
-    """silu(gate), and the gradients of gate and up."""
-    b_sigmoid = tl.sigmoid(b_gate)
-    b_silu = b_gate * b_sigmoid
-    b_dgate = b_dout * b_up * (b_sigmoid * (1.0 + b_gate * (1.0 - b_sigmoid)))
-    return b_silu, b_dgate, b_dout * b_silu
+def _store_halves(p_x, n, m, b_gate, b_up):
+    tl.store(p_x, b_gate.to(p_x.dtype.element_ty), mask=m)
+    tl.store(p_x + n, b_up.to(p_x.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def _clamped(b_gate, b_up, clamp):
+    """Comparisons, where a minimum would drop a NaN."""
+    if clamp is not None:
+        b_gate = tl.where(b_gate > clamp, clamp, b_gate)
+        b_up = tl.where(b_up > clamp, clamp, tl.where(b_up < -clamp, -clamp, b_up))
+    return b_gate, b_up
+
+
+@triton.jit
+def _activate(b_gate, b_up, clamp):
+    b_gate, b_up = _clamped(b_gate, b_up, clamp)
+    return b_gate * tl.sigmoid(b_gate) * b_up
+
+
+@triton.jit
+def _gradients(b_gate, b_up, b_dout, clamp):
+    """The gradients of gate and up; a value that is clamped has none."""
+    b_inner_gate, b_inner_up = _clamped(b_gate, b_up, clamp)
+    b_sigmoid = tl.sigmoid(b_inner_gate)
+    b_silu = b_inner_gate * b_sigmoid
+    b_dgate = b_dout * b_inner_up * (b_sigmoid * (1.0 + b_inner_gate * (1.0 - b_sigmoid)))
+    b_dup = b_dout * b_silu
+    if clamp is not None:
+        b_dgate = tl.where(b_gate > clamp, 0.0, b_dgate)
+        b_dup = tl.where((b_up > clamp) | (b_up < -clamp), 0.0, b_dup)
+    return b_dgate, b_dup
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -99,8 +127,10 @@ def swiglu_forward_kernel(
     bias,
     weights,
     out,
+    stored,
     stride_y,
     stride_weights,
+    clamp,
     rows,
     n,
     column_blocks,
@@ -114,13 +144,18 @@ def swiglu_forward_kernel(
     m_n = o_n < n
     m = m_r & m_n
 
-    HAS_BIAS: tl.constexpr = bias is not None
-    p_bias = bias + o_n if HAS_BIAS else None
-    b_gate, b_up = _load_gate_up(y + o_r * stride_y + o_n, p_bias, n, m, m_n, HAS_BIAS)
-    b_out = b_gate * tl.sigmoid(b_gate) * b_up
+    b_gate, b_up = _load_halves(y + o_r * stride_y + o_n, n, m)
+    b_stored_gate, b_stored_up = b_gate, b_up
+    if bias is not None:
+        b_bias_gate, b_bias_up = _load_halves(bias + o_n, n, m_n)
+        b_gate += b_bias_gate
+        b_up += b_bias_up
+    b_out = _activate(b_gate, b_up, clamp)
     if weights is not None:
         b_out *= tl.load(weights + o_r * stride_weights, mask=m_r, other=0.0).to(tl.float32)
     tl.store(out + o_r * n + o_n, b_out.to(out.dtype.element_ty), mask=m)
+    if stored is not None:  # last: earlier, narrow tiles spill on sm_120
+        _store_halves(stored + o_r * (2 * n) + o_n, n, m, b_stored_gate, b_stored_up)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -135,6 +170,7 @@ def swiglu_backward_kernel(
     stride_weights,
     stride_dout,
     stride_dy,
+    clamp,
     rows,
     n,
     column_blocks,
@@ -143,7 +179,6 @@ def swiglu_backward_kernel(
 ):
     """One block of columns a program, or, where a row's weight needs its gradient, all of them in turn."""
     i_program = tl.program_id(0)
-    HAS_BIAS: tl.constexpr = bias is not None
     WHOLE_ROW: tl.constexpr = dweights is not None
     if WHOLE_ROW:
         i_row_block = i_program
@@ -165,18 +200,19 @@ def swiglu_backward_kernel(
         o_n = (i_first + i_block) * BLOCK + tl.arange(0, BLOCK)[None, :]
         m_n = o_n < n
         m = m_r & m_n
-        p_bias = bias + o_n if HAS_BIAS else None
-        b_gate, b_up = _load_gate_up(y + o_r * stride_y + o_n, p_bias, n, m, m_n, HAS_BIAS)
+        b_gate, b_up = _load_halves(y + o_r * stride_y + o_n, n, m)
+        if bias is not None:
+            b_bias_gate, b_bias_up = _load_halves(bias + o_n, n, m_n)
+            b_gate += b_bias_gate
+            b_up += b_bias_up
         b_dout = tl.load(dout + o_r * stride_dout + o_n, mask=m, other=0.0).to(tl.float32)
         if WHOLE_ROW:
-            b_dweights += b_dout * (b_gate * tl.sigmoid(b_gate) * b_up)
+            b_dweights += b_dout * _activate(b_gate, b_up, clamp)
         if dy is not None:
             if weights is not None:
                 b_dout *= b_weights
-            _, b_dgate, b_dup = _gradients(b_gate, b_up, b_dout)
-            p_dy = dy + o_r * stride_dy + o_n
-            tl.store(p_dy, b_dgate.to(dy.dtype.element_ty), mask=m)
-            tl.store(p_dy + n, b_dup.to(dy.dtype.element_ty), mask=m)
+            b_dgate, b_dup = _gradients(b_gate, b_up, b_dout, clamp)
+            _store_halves(dy + o_r * stride_dy + o_n, n, m, b_dgate, b_dup)
 
     if WHOLE_ROW:
         b_sum = tl.sum(b_dweights, axis=1)[:, None]
@@ -193,6 +229,7 @@ def swiglu_bias_backward_kernel(
     stride_y,
     stride_dout,
     stride_dy,
+    clamp,
     rows,
     n,
     column_blocks,
@@ -206,26 +243,23 @@ def swiglu_bias_backward_kernel(
     i_split = i_program // column_blocks
     o_n = (i_program % column_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
     m_n = o_n < n
-    b_bias_gate = tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)
-    b_bias_up = tl.load(bias + n + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_bias_gate, b_bias_up = _load_halves(bias + o_n, n, m_n)
     b_sum_gate = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     b_sum_up = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
 
     for i_row_block in tl.range(i_split, tl.cdiv(rows, ROWS), splits, num_stages=STAGES):
         o_r = (i_row_block * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         m = (o_r < rows) & m_n
-        p_y = y + o_r * stride_y + o_n
-        b_gate = tl.load(p_y, mask=m, other=0.0).to(tl.float32) + b_bias_gate
-        b_up = tl.load(p_y + n, mask=m, other=0.0).to(tl.float32) + b_bias_up
+        b_gate, b_up = _load_halves(y + o_r * stride_y + o_n, n, m)
+        b_gate += b_bias_gate
+        b_up += b_bias_up
         b_dout = tl.load(dout + o_r * stride_dout + o_n, mask=m, other=0.0).to(tl.float32)
-        _, b_dgate, b_dup = _gradients(b_gate, b_up, b_dout)
+        b_dgate, b_dup = _gradients(b_gate, b_up, b_dout, clamp)
         # A row past the end holds the bias alone, and an infinite bias times a gradient of 0 is NaN.
         b_sum_gate += tl.where(m, b_dgate, 0.0)
         b_sum_up += tl.where(m, b_dup, 0.0)
         if dy is not None:
-            p_dy = dy + o_r * stride_dy + o_n
-            tl.store(p_dy, b_dgate.to(dy.dtype.element_ty), mask=m)
-            tl.store(p_dy + n, b_dup.to(dy.dtype.element_ty), mask=m)
+            _store_halves(dy + o_r * stride_dy + o_n, n, m, b_dgate, b_dup)
 
     p_partials = partials + i_split.to(tl.int64) * (2 * n) + o_n
     tl.store(p_partials, tl.sum(b_sum_gate, axis=0)[None, :], mask=m_n)
@@ -248,8 +282,14 @@ def swiglu_bias_reduce_kernel(partials, dbias, splits, columns, ROWS: tl.constex
 
 
 def _forward(
-    y: torch.Tensor, stride_y: int, bias: torch.Tensor | None, weights: torch.Tensor | None
+    y: torch.Tensor,
+    stride_y: int,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    clamp: float | None,
+    stored: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Writes the copy of `y` where one is given."""
     n = y.shape[-1] // 2
     rows = y.numel() // (2 * n)
     out = torch.empty((*y.shape[:-1], n), dtype=y.dtype, device=y.device)
@@ -264,8 +304,10 @@ def _forward(
             bias,
             weights,
             out,
+            stored,
             stride_y,
             stride_weights,
+            clamp,
             rows,
             n,
             column_blocks,
@@ -282,6 +324,7 @@ def _backward(
     stride_y: int,
     bias: torch.Tensor | None,
     weights: torch.Tensor | None,
+    clamp: float | None,
     dout: torch.Tensor,
     dy: torch.Tensor | None,
     stride_dy: int,
@@ -294,7 +337,7 @@ def _backward(
     stride_weights = 0
     if weights is not None:
         weights, stride_weights = as_rows(weights)
-    launch = choose_launch("backward", n, y.element_size())
+    launch = choose_launch("backward", n, dout.element_size())
     column_blocks = launch.column_blocks(n)
     programs = launch.row_blocks(rows) * (column_blocks if dweights is None else 1)
     with device_guard(y):
@@ -309,6 +352,7 @@ def _backward(
             stride_weights,
             stride_dout,
             stride_dy,
+            clamp,
             rows,
             n,
             column_blocks,
@@ -323,6 +367,7 @@ def _bias_backward(
     y: torch.Tensor,
     stride_y: int,
     bias: torch.Tensor,
+    clamp: float | None,
     dout: torch.Tensor,
     dy: torch.Tensor | None,
     stride_dy: int,
@@ -332,7 +377,7 @@ def _bias_backward(
     n = y.shape[-1] // 2
     rows = y.numel() // (2 * n)
     dout, stride_dout = as_rows(dout)
-    launch = choose_launch("bias_backward", n, y.element_size())
+    launch = choose_launch("bias_backward", n, dout.element_size())
     column_blocks = launch.column_blocks(n)
     programs = BIAS_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(y)
     splits = max(1, min(launch.row_blocks(rows), programs // column_blocks))
@@ -347,6 +392,7 @@ def _bias_backward(
             stride_y,
             stride_dout,
             stride_dy,
+            clamp,
             rows,
             n,
             column_blocks,
@@ -372,24 +418,45 @@ def _bias_backward(
 # --- Autograd ---
 
 
+class Options(NamedTuple):
+    """Those of `swiglu`, of the same names."""
+
+    in_place: bool = False
+    fp8_input_store: bool = False
+    cpu_offload_input: bool = False
+    clamp_value: float | None = None
+
+
 class SwiGLUFunction(torch.autograd.Function):
-    """`apply(y, bias, weights, in_place)`; its arguments are those of `swiglu`, already checked."""
+    """`apply(y, bias, weights, options)`; its arguments are those of `swiglu`, already checked."""
 
     @staticmethod
     def forward(
-        ctx: Any, y: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, in_place: bool
+        ctx: Any,
+        y: torch.Tensor,
+        bias: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        options: Options,
     ) -> torch.Tensor:
-        ctx.in_place = False
+        y_rows, stride_y = as_rows(y)
+        ctx.dtype, ctx.clamp = y.dtype, options.clamp_value
+        kept = not options.fp8_input_store and not options.cpu_offload_input and y_rows is y
+        ctx.in_place = options.in_place and kept and may_overwrite(y, bias, weights)
+        saved, stored = y_rows, None
+        if options.fp8_input_store:
+            saved = stored = torch.empty(y.shape, dtype=torch.float8_e4m3fn, device=y.device)
+        if options.cpu_offload_input:
+            if saved is y:
+                saved = y.detach()  # the mark is for this use of the input, not for others
+            for x in (saved, bias):
+                if x is not None:
+                    x.activation_offloading = True  # type: ignore[attr-defined]
+        ctx.save_for_backward(saved, bias, weights)
         if y.numel() == 0:
-            ctx.save_for_backward(y, bias, weights)
             return torch.empty((*y.shape[:-1], y.shape[-1] // 2), dtype=y.dtype, device=y.device)
         if bias is not None:
             bias = bias.contiguous()
-        y_rows, stride_y = as_rows(y)
-        if in_place and y_rows is y:
-            ctx.in_place = may_overwrite(y, bias, weights)
-        ctx.save_for_backward(y_rows, bias, weights)
-        return _forward(y_rows, stride_y, bias, weights)
+        return _forward(y_rows, stride_y, bias, weights, ctx.clamp, stored)
 
     @staticmethod
     @once_differentiable
@@ -398,7 +465,7 @@ class SwiGLUFunction(torch.autograd.Function):
         needs_y, needs_bias, needs_weights, _ = ctx.needs_input_grad
         dy = dbias = dweights = None
         if y.numel() == 0:
-            dy = torch.empty(y.shape, dtype=y.dtype, device=y.device) if needs_y else None
+            dy = torch.empty(y.shape, dtype=ctx.dtype, device=y.device) if needs_y else None
             dbias = torch.zeros(bias.shape, dtype=bias.dtype, device=y.device) if needs_bias else None
             dweights = (
                 torch.zeros(weights.shape, dtype=weights.dtype, device=y.device) if needs_weights else None
@@ -413,16 +480,16 @@ class SwiGLUFunction(torch.autograd.Function):
         if in_place:
             dy = y.detach()
         elif needs_y:
-            dy, stride_dy = torch.empty(y.shape, dtype=y.dtype, device=y.device), y.shape[-1]
+            dy, stride_dy = torch.empty(y.shape, dtype=ctx.dtype, device=y.device), y.shape[-1]
         if bias is not None:
             bias = bias.contiguous()
         if needs_bias:
             dbias = torch.empty(bias.shape, dtype=bias.dtype, device=y.device)
-            _bias_backward(y, stride_y, bias, dout, dy, stride_dy, dbias)
+            _bias_backward(y, stride_y, bias, ctx.clamp, dout, dy, stride_dy, dbias)
         else:
             if needs_weights:
                 dweights = torch.empty(weights.shape, dtype=weights.dtype, device=y.device)
-            _backward(y, stride_y, bias, weights, dout, dy, stride_dy, dweights)
+            _backward(y, stride_y, bias, weights, ctx.clamp, dout, dy, stride_dy, dweights)
         if in_place:
             # Kernels write past autograd's back: from here on it refuses whatever else has saved y.
             torch.autograd.graph.increment_version(y)
@@ -465,6 +532,9 @@ def swiglu(
     weights: torch.Tensor | None = None,
     *,
     in_place: bool = False,
+    fp8_input_store: bool = False,
+    cpu_offload_input: bool = False,
+    clamp_value: float | None = None,
 ) -> torch.Tensor:
     """`silu(gate) · up`, where the last dimension of `y` holds the gate, then up.
 
@@ -480,19 +550,37 @@ def swiglu(
             another operation that saved `y` and whose backward comes later, raises its usual error. Whoever
             else holds `y` then sees its gradient, and must not write to it. A new buffer is taken all the
             same where `y` is a leaf or a view of one (as far as autograd knows), overlaps itself, shares
-            memory with another operand or had to be copied, and under hooks on saved tensors.
+            memory with another operand or had to be copied, under hooks on saved tensors, and with either of
+            the next two options.
+        fp8_input_store: keep `y` for the backward as float8_e4m3fn, without a scale, rounded to nearest even;
+            what is beyond ±448, infinities too, becomes ±448. `y` itself is not kept. A CUDA device must have
+            compute capability 8.9 or more.
+        cpu_offload_input: set `activation_offloading = True` on what is kept of `y` (another tensor
+            of its memory, so that the mark is for this use alone) and on `bias`, for hooks on saved tensors.
+        clamp_value: a positive number c: `min(gate, c)` and `min(max(up, -c), c)` in their places, after the
+            bias. Values beyond have no gradient; NaN stays.
 
     Returns:
         `[..., n]` in the dtype of `y`: a contiguous tensor that owns its storage.
 
     Raises:
         TypeError: a dtype is not supported, or bias and `y` differ in it.
-        ValueError: shapes or devices do not fit.
+        ValueError: shapes or devices do not fit, or `clamp_value` is not positive.
         NotImplementedError: both bias and weights are given.
     """
     _check(y, bias, weights)
     y = plain(y)
     bias = None if bias is None else plain(bias)
     weights = None if weights is None else plain(weights)
-    result: torch.Tensor = SwiGLUFunction.apply(y, bias, weights, in_place)
+    if clamp_value is not None:
+        clamp_value = float(clamp_value)
+        if not clamp_value > 0:
+            raise ValueError(f"swiglu: clamp_value is {clamp_value}; it must be positive")
+    if fp8_input_store:
+        # A copy for a backward that never comes is no use.
+        fp8_input_store = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (y, bias, weights)
+        )
+    options = Options(in_place, fp8_input_store, cpu_offload_input, clamp_value)
+    result: torch.Tensor = SwiGLUFunction.apply(y, bias, weights, options)
     return result

@@ -41,7 +41,7 @@ _register("liger_kernels", ROOT / "kernels")
 if os.environ.get("TRITON_INTERPRET") == "1":
     from scripts import interpreter
 
-    interpreter.round_bf16_to_nearest_even()
+    interpreter.convert_as_compiled()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -290,9 +290,50 @@ def swiglu(dtype: torch.dtype) -> Iterator[Case]:
         name="weights expanded",
         inputs=_swiglu_inputs((24, 96), dtype, weights=w32, weights_layout=lambda w: w[:1].expand_as(w)),
     )
+    yield from _swiglu_kept(dtype)
     yield from _swiglu_routes(dtype)
     yield from _swiglu_left_to_upstream(dtype)
     yield from _swiglu_modules(dtype)
+
+
+def _swiglu_kept(dtype: torch.dtype) -> Iterator[Case]:
+    """What else may be kept of the input for the backward: a float8 copy, or a marked tensor."""
+    plain, bias, weighted = _swiglu_base(dtype)
+    for shape in ((24, 96), (5, 3, 128), (7, 74)):
+        fp8: dict[str, Any] = {"name": f"fp8 store {list(shape)}", "backward_inputs": _quantised}
+        yield replace(
+            plain,
+            inputs=_swiglu_inputs(shape, dtype),
+            call=lambda entry, t: entry(t["input"], None, True),
+            **fp8,
+        )
+        yield replace(
+            bias,
+            inputs=_swiglu_inputs(shape, dtype, bias=dtype),
+            call=lambda entry, t: entry(t["input"], t["bias"], fp8_input_store=True),
+            **fp8 | {"name": f"{fp8['name']}, bias"},
+        )
+        yield replace(
+            weighted,
+            inputs=_swiglu_inputs(shape, dtype, weights=torch.float32),
+            call=lambda entry, t: entry(t["input"], None, t["weights"], True),
+            **fp8 | {"name": f"{fp8['name']}, weights"},
+        )
+    yield replace(
+        plain,
+        name="fp8 store, forward only",
+        call=lambda entry, t: entry(t["input"], None, True),
+        grad_output=None,
+        kernels=FORWARD,
+    )
+    for fp8_store in (False, True):
+        yield replace(
+            bias,
+            name=f"offloaded input{', fp8 store' * fp8_store}",
+            call=lambda entry, t, fp8_store=fp8_store: entry(t["input"], t["bias"], fp8_store, True),
+            backward_inputs=_quantised if fp8_store else plain.backward_inputs,
+            needs="cpu_offload_input",
+        )
 
 
 def _swiglu_routes(dtype: torch.dtype) -> Iterator[Case]:
@@ -322,22 +363,6 @@ def _swiglu_left_to_upstream(dtype: torch.dtype) -> Iterator[Case]:
     """Calls that the kernel does not serve, and calls that nobody serves."""
     plain, bias, weighted = _swiglu_base(dtype)
     upstream: dict[str, Any] = {"kernels": {}}
-    fp8 = {**upstream, "fallback": "fp8_input_store", "backward_inputs": _quantised}
-    yield replace(plain, name="fp8 store", call=lambda entry, t: entry(t["input"], None, True), **fp8)
-    yield replace(
-        bias, name="fp8 store, bias", call=lambda e, t: e(t["input"], t["bias"], fp8_input_store=True), **fp8
-    )
-    yield replace(
-        weighted, name="fp8 store, weights", call=lambda e, t: e(t["input"], None, t["weights"], True), **fp8
-    )
-    yield replace(
-        bias,
-        name="offloaded input",
-        call=lambda entry, t: entry(t["input"], t["bias"], False, True),
-        needs="cpu_offload_input",
-        fallback="cpu_offload_input",
-        **upstream,
-    )
     if dtype is not torch.float32:
         yield replace(
             bias,

@@ -39,7 +39,7 @@ def prepare(device: str) -> torch.device:
     torch.set_num_threads(1)
     from scripts import interpreter
 
-    interpreter.round_bf16_to_nearest_even()
+    interpreter.convert_as_compiled()
     return torch.device("cpu")
 
 

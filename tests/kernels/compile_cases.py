@@ -18,6 +18,8 @@ import torch.distributed
 Cases = Iterator[tuple[str, Callable[[], None]]]
 
 MULTIPROCESSORS = 132
+# Whether the target converts float8_e4m3fn; set before the cases are asked for.
+FLOAT8 = False
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -29,12 +31,12 @@ def swiglu(module: Any, warp_size: int, shared_memory: int) -> Cases:
     module.choose_launch = partial(module.choose_launch, warp_size=warp_size)
     module.multiprocessors = lambda x: MULTIPROCESSORS
 
-    def step(n: int, dtype: torch.dtype, other: str, wanted: str) -> None:
+    def step(n: int, dtype: torch.dtype, other: str, wanted: str, **options: Any) -> None:
         y = leaf(6, 2 * n, dtype=dtype, trained=wanted != "other")
         trained = wanted != "y"
         bias = leaf(2 * n, dtype=dtype, trained=trained) if other == "bias" else None
         weights = leaf(6, 1, dtype=torch.float32, trained=trained) if other == "weights" else None
-        module.swiglu(y, bias, weights).backward(torch.ones(6, n, dtype=dtype))
+        module.swiglu(y, bias, weights, **options).backward(torch.ones(6, n, dtype=dtype))
 
     # Odd and narrow; many rows to a program; one block of columns; several blocks.
     for n in (7, 128, 2048, 4096, 32768):
@@ -45,6 +47,19 @@ def swiglu(module: Any, warp_size: int, shared_memory: int) -> Cases:
                 for wanted in ("all",) if other == "nothing" else ("all", "y", "other"):
                     label = f"{other}, n={n}, {name}, gradients of {wanted}"
                     yield label, partial(step, n, dtype, other, wanted)
+    kept: dict[str, dict[str, Any]] = {"clamped": {"clamp_value": 7.0}}
+    if FLOAT8:
+        kept |= {
+            "fp8": {"fp8_input_store": True},
+            "fp8, clamped": {"fp8_input_store": True, "clamp_value": 7.0},
+        }
+    for what, options in kept.items():
+        for n in (7, 128, 4096):
+            for name, dtype in DTYPES.items():
+                if name == "fp16" and n != 4096:
+                    continue
+                for other in ("nothing", "bias", "weights"):
+                    yield f"{what}, {other}, n={n}, {name}", partial(step, n, dtype, other, "all", **options)
 
 
 class Group:

@@ -25,7 +25,13 @@ import compile_cases
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64"}
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
 # The arguments through which the kernels of an op read and write whole rows.
 READ = {"swiglu": {"y", "partials"}, "cross": {"logits"}, "norm": {"x", "dweight_partials", "dbias_partials"}}
 WRITTEN = {"swiglu": {"out", "dy"}, "cross": {"dlogits"}, "norm": {"out", "dx"}}
@@ -172,6 +178,8 @@ def main(op: str, target_name: str, shared_memory: int) -> None:
     kernels = module = load(op)
     if op in LAUNCHES:
         kernels = importlib.import_module(f"liger_kernels.{LAUNCHES[op]}")
+    # Before 8.9 CUDA has none, and gfx942 converts another float8, without negative zero.
+    compile_cases.FLOAT8 = backend == "cuda" and int(arch) >= 89
     calls = record(kernels, getattr(compile_cases, op)(module, int(warp_size), shared_memory))
     from triton.backends.compiler import GPUTarget
 

@@ -61,7 +61,7 @@ def join(rank: int, ranks: int, store: str) -> torch.device:
         register("scripts", ROOT / "scripts")
         from scripts import interpreter
 
-        interpreter.round_bf16_to_nearest_even()
+        interpreter.convert_as_compiled()
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         rank=rank,

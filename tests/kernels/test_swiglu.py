@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +41,11 @@ ARITHMETIC = 16 * 2.0**-24
 IGNORE_OVERFLOW = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
+NO_FLOAT8 = "a GPU without float8 conversions"
+FLOAT8 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+needs_float8 = pytest.mark.skipif(not FLOAT8, reason=NO_FLOAT8)
+
+
 @dataclass
 class Result:
     out: torch.Tensor
@@ -60,11 +69,12 @@ def run(
     inputs: Inputs,
     dout: torch.Tensor,
     dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> Result:
     """Output and gradients of `function`, all computed in `dtype` if given."""
     y, bias, weights = (x if x is None or dtype is None else x.to(dtype) for x in inputs)
     y, bias, weights = leaf(y), leaf(bias), leaf(weights)
-    out = function(y, bias, weights)
+    out = function(y, bias, weights, **options)
     out.backward(dout if dtype is None else dout.to(dtype))
     return Result(
         out.detach(), y.grad, None if bias is None else bias.grad, None if weights is None else weights.grad
@@ -98,10 +108,10 @@ def scales(inputs: Inputs, dout: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"out": out, "dy": dy, "dbias": dy.reshape(dy.shape[:-1].numel(), dy.shape[-1]).sum(0)}
 
 
-def check(inputs: Inputs, dout: torch.Tensor, got: Result) -> None:
+def check(inputs: Inputs, dout: torch.Tensor, got: Result, **options: Any) -> None:
     """`got` is rounded once, and no further from float64 than PyTorch's computation in these dtypes."""
-    exact = run(swiglu_reference, inputs, dout, torch.float64).tensors()
-    native = run(swiglu_reference, inputs, dout).tensors()
+    exact = run(swiglu_reference, inputs, dout, torch.float64, **options).tensors()
+    native = run(swiglu_reference, inputs, dout, **options).tensors()
     scale = scales(inputs, dout)
     assert got.tensors().keys() == exact.keys()
     for name, value in got.tensors().items():
@@ -139,6 +149,174 @@ def test_many_rows_to_a_split_of_the_bias_gradient(device: torch.device) -> None
     rows = 2000 if device.type == "cpu" else 100_000
     inputs, dout = make("bias", (rows, 24), torch.bfloat16, device)
     check(inputs, dout, run(swiglu, inputs, dout))
+
+
+# --- Clamped ---
+
+# All types can hold it, and some values of bfloat16 are equal to it, which still have their gradients.
+CLAMP = 0.6875
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 128, 1000, 4864])
+def test_clamped(n: int, dtype: torch.dtype, mode: str, device: torch.device) -> None:
+    for rows in (1, 7):
+        inputs, dout = make(mode, (rows, n), dtype, device)
+        check(inputs, dout, run(swiglu, inputs, dout, clamp_value=CLAMP), clamp_value=CLAMP)
+
+
+def test_known_values_clamped(device: torch.device) -> None:
+    """At the bound there is a gradient, beyond none; the other half sees the bound. NaN and infinities."""
+    inf, nan = float("inf"), float("nan")
+    y = torch.tensor([[1.0, 2.0, -9.0, inf, 1.0, 1.0, 2.0, nan], [1.0, 2.0, 1.0, 1.0, -2.0, -9.0, inf, 1.0]])
+    y = y.t().contiguous().to(device)
+    result = run(swiglu, (y, None, None), torch.ones(8, 1, device=device), clamp_value=1.0)
+    silu, slope = 0.7310586, 0.9276705
+    low, low_slope = -9.0 * 1.2339458e-4, 1.2339458e-4 * (1 - 9 * (1 - 1.2339458e-4))
+    out = [silu, silu, low, silu, -silu, -silu, silu, nan]
+    dgate = [slope, 0.0, low_slope, 0.0, -slope, -slope, 0.0, nan]
+    dup = [silu, 0.0, low, silu, 0.0, 0.0, 0.0, nan]
+    expected = torch.tensor(out)[:, None]
+    torch.testing.assert_close(result.out.cpu(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    expected = torch.tensor([dgate, dup]).t()
+    torch.testing.assert_close(result.dy.cpu(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    with pytest.raises(ValueError, match=r"clamp_value is 0\.0"):
+        swiglu(y, clamp_value=0)
+
+
+# --- Kept for the backward as float8 ---
+
+
+def in_float8(y: torch.Tensor) -> torch.Tensor:
+    """The values of `y` as a float8 store keeps them, in its dtype."""
+    return y.clamp(-448, 448).to(torch.float8_e4m3fn).to(y.dtype)
+
+
+@needs_float8
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 128, 1000, 4864])
+def test_float8_store(n: int, dtype: torch.dtype, mode: str, device: torch.device) -> None:
+    """The output is that of the input, the gradients those of the copy, before the bias, in all shapes."""
+    for shape in ((1, n), (7, n), (3, 2, n)):
+        inputs, dout = make(mode, shape, dtype, device)
+        got = run(swiglu, inputs, dout, fp8_input_store=True)
+        assert torch.equal(got.out, swiglu(*inputs))
+        stored = (in_float8(inputs[0]), *inputs[1:])
+        got.out = swiglu(*stored)
+        check(stored, dout, got)
+
+
+@needs_float8
+@pytest.mark.parametrize("mode", MODES)
+def test_float8_store_strides_in_place_and_clamped(mode: str, device: torch.device) -> None:
+    inputs, dout = make(mode, (6, 40), torch.bfloat16, device)
+    stored = (in_float8(inputs[0]), *inputs[1:])
+    expected = run(swiglu, stored, dout, clamp_value=CLAMP)
+    for layout in (torch.clone, sliced, every_second, rows_last):
+        source = leaf(inputs[0])
+        y = layout(source * 1)
+        bias, weights = leaf(inputs[1]), leaf(inputs[2])
+        out = swiglu(y, bias, weights, in_place=True, fp8_input_store=True, clamp_value=CLAMP)
+        out.backward(dout)
+        assert torch.equal(y, inputs[0])
+        assert torch.equal(source.grad, expected.dy)
+
+
+@contextmanager
+def packed() -> Iterator[list[torch.Tensor]]:
+    """What is saved for the backward."""
+    kept: list[torch.Tensor] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield kept
+
+
+@needs_float8
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@IGNORE_OVERFLOW
+def test_float8_store_saturates(dtype: torch.dtype, device: torch.device) -> None:
+    """Every bfloat16 and some more: to the nearest, ties to even, and no NaN that was none."""
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    more = torch.tensor([464.0, 465.0, 480.0, 1.0625, 1.06251, 2.0**-10, 1.01 * 2.0**-10, -(2.0**-7)])
+    y = torch.cat((bits.float(), more)).to(dtype).view(-1, 2).to(device)
+    with packed() as kept:
+        swiglu(leaf(y), fp8_input_store=True)
+    assert [x.dtype for x in kept] == [torch.float8_e4m3fn]
+    expected = y.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert torch.equal(kept[0].float().nan_to_num(nan=-1e9), expected.nan_to_num(nan=-1e9))
+
+
+@needs_float8
+@pytest.mark.parametrize("mode", MODES)
+def test_float8_store_keeps_the_copy_alone(mode: str, device: torch.device) -> None:
+    """A byte an element, its own storage; the input goes when its maker lets it go."""
+    inputs, dout = make(mode, (33, 1000), torch.bfloat16, device)
+    source, bias, weights = (leaf(x) for x in inputs)
+    y = source * 1
+    memory = weakref.ref(y.untyped_storage())
+    with packed() as kept:
+        out = swiglu(y, bias, weights, fp8_input_store=True)
+    del y
+    gc.collect()  # the interpreter leaves a cycle behind
+    assert memory() is None
+    assert [x.untyped_storage().nbytes() for x in kept if x is not bias and x is not weights] == [33 * 2000]
+    out.backward(dout)
+    assert source.grad.dtype == torch.bfloat16
+
+
+@needs_float8
+def test_float8_store_of_what_needs_no_backward(device: torch.device) -> None:
+    (y, _, _), _ = make("plain", (5, 40), torch.bfloat16, device)
+    with packed() as kept:
+        frozen = swiglu(y, fp8_input_store=True)
+        with torch.no_grad():
+            unwatched = swiglu(leaf(y), fp8_input_store=True)
+    assert torch.equal(frozen, unwatched)
+    assert not kept
+
+
+# --- Marked for offloading ---
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{}, {"fp8_input_store": True}, {"in_place": True}], ids=str)
+def test_offloaded(mode: str, options: dict[str, bool], device: torch.device) -> None:
+    """What is saved of the input, and the bias, carry the mark; the caller's input and the weights do not."""
+    if "fp8_input_store" in options and not FLOAT8:
+        pytest.skip(NO_FLOAT8)
+    inputs, dout = make(mode, (3, 2, 40), torch.bfloat16, device)
+    expected = run(swiglu, inputs, dout, **options)
+    source, bias, weights = (leaf(x) for x in inputs)
+    y = source * 1
+    before = y.detach().clone()
+    with packed() as kept:
+        out = swiglu(y, bias, weights, cpu_offload_input=True, **options)
+    assert [hasattr(x, "activation_offloading") for x in kept] == [x is not weights for x in kept]
+    assert all(x.activation_offloading is True for x in kept if x is not weights)
+    assert len(kept) == (1 if mode == "plain" else 2)
+    assert any(x is bias for x in kept) == (mode == "bias")
+    assert not hasattr(y, "activation_offloading")
+    out.backward(dout)
+    assert torch.equal(y, before)
+    for got, right in ((source, expected.dy), (bias, expected.dbias), (weights, expected.dweights)):
+        assert got is None or torch.equal(got.grad, right)
+
+
+def test_offloaded_is_never_in_place(device: torch.device) -> None:
+    """Without hooks too, and a bias that is no contiguous tensor carries the mark itself."""
+    (y, bias, _), dout = make("bias", (6, 40), torch.bfloat16, device)
+    source, strided = leaf(y), bias.repeat_interleave(2)[::2]
+    hidden = source * 1
+    swiglu(hidden, strided, in_place=True, cpu_offload_input=True).backward(dout)
+    assert torch.equal(hidden, y)
+    assert strided.activation_offloading is True
+    assert swiglu(y[:0], strided, cpu_offload_input=True).shape == (0, 40)
 
 
 # --- Values known in advance ---
@@ -814,6 +992,23 @@ def test_row_counts_do_not_specialise(mode: str, device: torch.device) -> None:
         step(rows)
     assert compiled_variants() == first
     assert first - before <= 3
+
+
+@needs_float8
+@pytest.mark.gpu
+def test_memory_of_the_float8_store(device: torch.device) -> None:
+    """Between the passes half of what the input takes; at the peak that, one gradient and the output."""
+    rows, n = 8192, 4096
+    source = torch.randn(rows, 2 * n, dtype=torch.bfloat16, device=device).requires_grad_()
+    dout = torch.randn(rows, n, dtype=torch.bfloat16, device=device)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = swiglu(source * 1, fp8_input_store=True)
+    output = rows * n * 2
+    assert torch.cuda.memory_allocated() - before <= 2 * output + 2**20
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(out, source, dout)
+    assert torch.cuda.max_memory_allocated() - before <= 4 * output + 2**20
 
 
 @pytest.mark.gpu

@@ -45,7 +45,7 @@ def round_to_nearest_even() -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.round_bf16_to_nearest_even()
+    module.convert_as_compiled()
 
 
 def main(rank: int, ranks: int, folder: Path) -> None:

@@ -89,6 +89,13 @@ def served_calls(device: torch.device, generator: torch.Generator) -> dict[str, 
         "weighted, 3-D": (weighted, (rand(3, 2, 14), None, rand(6, 1))),
         "weighted, bfloat16": (weighted, (rand(5, 14, dtype=torch.bfloat16), None, rand(5, 1))),
         "weighted, no tokens": (weighted, (rand(0, 14), None, rand(0, 1))),
+        "fp8 store": (dense, (x, None, True)),
+        "fp8 store, 3-D, bias": (dense, (rand(3, 2, 14), rand(14), True, False)),
+        "fp8 store, bfloat16": (dense, (rand(5, 14, dtype=torch.bfloat16), None, True)),
+        "fp8 store, weighted": (weighted, (x, None, rand(5, 1), True)),
+        "offload": (dense, (x, None, False, True)),
+        "offload, 3-D, bias": (dense, (rand(3, 2, 14), rand(14), False, True)),
+        "offload, fp8 store": (dense, (x, rand(14), True, True)),
     }
 
 
@@ -113,6 +120,13 @@ SERVED = [
     "weighted, 3-D",
     "weighted, bfloat16",
     "weighted, no tokens",
+    "fp8 store",
+    "fp8 store, 3-D, bias",
+    "fp8 store, bfloat16",
+    "fp8 store, weighted",
+    "offload",
+    "offload, 3-D, bias",
+    "offload, fp8 store",
 ]
 
 
@@ -175,11 +189,6 @@ class Subclass(torch.Tensor):
 
 DENSE, WEIGHTED = ENTRIES
 REFUSED: dict[str, tuple[str, str, Callable[[torch.Tensor], Call]]] = {
-    "fp8 store": (DENSE, "fp8_input_store", lambda x: ((x, None, True, False), {})),
-    "fp8 store, bias": (DENSE, "fp8_input_store", lambda x: ((x, x[0].clone(), True), {})),
-    "fp8 store, weighted": (WEIGHTED, "fp8_input_store", lambda x: ((x, None, x[:, :1].clone(), True), {})),
-    "fp8 store, by name": (DENSE, "fp8_input_store", lambda x: ((x, None), {"fp8_input_store": True})),
-    "offload": (DENSE, "cpu_offload_input", lambda x: ((x.clone(), None, False, True), {})),
     "mixed": (DENSE, "input and bias of different dtypes", lambda x: ((x, x[0].bfloat16()), {})),
     "bias, one": (DENSE, "bias of a shape other than [2n]", lambda x: ((x, x[0, :1]), {})),
     "bias, 2-D": (DENSE, "bias of a shape other than [2n]", lambda x: ((x, x[:1]), {})),
@@ -306,7 +315,7 @@ def test_refusals_of_upstream(fused: ModuleType, device: torch.device) -> None:
         fused.bias_swiglu_impl(x)
 
 
-@pytest.mark.parametrize("kind", ["fp8 store", "fp8 store, weighted", "mixed", "4-D", "subclass"])
+@pytest.mark.parametrize("kind", ["no weights", "weights, wide", "mixed", "4-D", "subclass"])
 @pytest.mark.usefixtures("strict")
 def test_strict(fused: ModuleType, liger: ModuleType, device: torch.device, kind: str) -> None:
     name, reason, make = REFUSED[kind]
@@ -331,21 +340,60 @@ def test_logged_once_a_reason(
     x = torch.ones(2, 8, device=device)
     with caplog.at_level(logging.WARNING, "megatron.core.liger"):
         for _ in range(3):
-            fused.bias_swiglu_impl(x, None, True)
+            fused.bias_swiglu_impl(x, x[0].bfloat16())
             fused.bias_swiglu_impl(x.double(), None)
     texts = [r.getMessage() for r in caplog.records if r.name == "megatron.core.liger"]
     assert texts == [
-        "swiglu: bias_swiglu_impl runs upstream's code: fp8_input_store",
+        "swiglu: bias_swiglu_impl runs upstream's code: input and bias of different dtypes",
         "swiglu: bias_swiglu_impl runs upstream's code: a dtype other than bfloat16, float16 and float32",
     ]
     assert [r.levelname for r in caplog.records if r.name == "megatron.core.liger"] == ["WARNING"] * 2
     assert set(counts(liger, "bias_swiglu_impl")["upstream"].values()) == {3}
 
 
-def test_offload_reaches_upstream(fused: ModuleType, device: torch.device) -> None:
-    x, bias = torch.ones(2, 8, device=device), torch.ones(8, device=device)
-    fused.bias_swiglu_impl(x, bias, False, True)
-    assert bias.activation_offloading is True  # type: ignore[attr-defined]
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.usefixtures("strict")
+def test_what_is_saved_is_upstreams(
+    fused: ModuleType, device: torch.device, generator: torch.Generator, with_bias: bool, fp8: bool
+) -> None:
+    """The same dtypes and values, marked for offloading alike; the caller's input carries no mark."""
+    saved: dict[str, list[tuple[bool, torch.Tensor]]] = {"": [], "_upstream_": []}
+    for prefix, kept in saved.items():
+        x = torch.randn(3, 2, 8, device=device, generator=generator.manual_seed(7), requires_grad=True) * 1
+        bias = torch.ones(8, device=device, requires_grad=True) if with_bias else None
+
+        def pack(tensor: torch.Tensor, kept: list[tuple[bool, torch.Tensor]] = kept) -> torch.Tensor:
+            kept.append((getattr(tensor, "activation_offloading", False), tensor.detach().float().flatten()))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            getattr(fused, f"{prefix}bias_swiglu_impl")(x, bias, fp8, True)
+        assert not hasattr(x, "activation_offloading")
+        assert bias is None or bias.activation_offloading is True  # type: ignore[attr-defined]
+    assert [mark for mark, _ in saved[""]] == [True] * (1 + with_bias)
+    assert [mark for mark, _ in saved["_upstream_"]] == [True] * (1 + with_bias)
+    for (_, ours), (_, upstream) in zip(*saved.values(), strict=True):
+        assert torch.equal(ours, upstream)
+
+
+def test_fp8_store_on_a_device_without(
+    fused: ModuleType, liger: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device decides, and only where the option is asked for."""
+    decides = importlib.import_module("megatron.core.liger.swiglu")
+    for capability, served in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)):
+        decides._converts_float8.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "get_device_capability", lambda index, c=capability: c)
+            assert decides._converts_float8(0) == served
+    decides._converts_float8.cache_clear()
+    reason = "fp8_input_store on a GPU below compute capability 8.9"
+    monkeypatch.setattr(decides, "unserved_options", lambda x, asked: reason if any(asked.values()) else None)
+    x = torch.randn(2, 8, device=device)
+    assert torch.equal(fused.bias_swiglu_impl(x, None, True), fused._upstream_bias_swiglu_impl(x, None, True))
+    fused.bias_swiglu_impl(x, None, False)
+    assert counts(liger, DENSE) == {"kernel": 1, "off": 0, "upstream": {reason: 1}}
 
 
 def test_in_place_is_asked_for(
@@ -402,7 +450,8 @@ def test_release_without_the_weighted_form(liger: ModuleType, device: torch.devi
     assert not any("weighted" in name for name in names)
     x = torch.ones(2, 8, device=device)
     assert names["bias_swiglu_impl"](x, None, False).shape == (2, 4)
-    assert names["bias_swiglu_impl"](x, None, True) == "upstream"
+    assert names["bias_swiglu_impl"](x, None, True).shape == (2, 4)
+    assert names["bias_swiglu_impl"](x.double(), None) == "upstream"
     with pytest.raises(TypeError, match="cpu_offload_input"):
         names["bias_swiglu_impl"](x, None, cpu_offload_input=False)
 
@@ -442,7 +491,7 @@ def test_option_that_is_on_by_default_is_never_dropped(liger: ModuleType, device
         return "upstream", fp8_input_store, quiet
 
     ours = tail({"bias_swiglu_impl": stored})["bias_swiglu_impl"]
-    assert ours(x, None) == ("upstream", True, False)
+    assert ours(x, None).shape == (2, 4)
     assert ours(x, None, False).shape == ours(x, None, False, False).shape == (2, 4)
     assert ours(x, None, False, True) == ("upstream", False, True)
 

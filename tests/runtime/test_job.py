@@ -21,7 +21,7 @@ device = {DEVICE}
 x = torch.ones(2, 8, device=device, requires_grad=True)
 for _ in range(3):
     bias_swiglu_impl(x, None).sum().backward()
-bias_swiglu_impl(x, None, True)
+bias_swiglu_impl(x, x[0].bfloat16())
 weighted_bias_swiglu_impl(x, None, x[:, :1])
 print("called", flush=True)
 """
@@ -45,7 +45,8 @@ def test_both_lines(python: Python, overlaid_tree: object) -> None:
     )
     assert re.fullmatch(
         rf"{HEAD} at exit: (?:\w+: never called; )*"
-        rf"swiglu: bias_swiglu_impl 3 kernel \+ 1 upstream \(fp8_input_store\), "
+        rf"swiglu: bias_swiglu_impl 3 kernel \+ 1 upstream "
+        rf"\(input and bias of different dtypes\), "
         rf"weighted_bias_swiglu_impl 1 kernel, launches swiglu_backward 3, swiglu_forward 4"
         rf"(?:; \w+: never called)*; linear_cross_entropy: not enabled \| {core}",
         printed[3],

@@ -49,8 +49,6 @@ def test_served(
 
 
 UNSERVED: dict[str, Callable[[torch.Tensor], tuple[Any, ...]]] = {
-    "fp8_input_store": lambda x: (x, None, True),
-    "cpu_offload_input": lambda x: (x, None, False, True),
     "input and bias of different dtypes": lambda x: (x, x[0].bfloat16()),
     "a dtype other than bfloat16, float16 and float32": lambda x: (x.double(),),
     "a tensor on a device that is neither CUDA nor CPU": lambda x: (x.to("meta"),),
@@ -71,8 +69,8 @@ def test_unserved(liger: ModuleType, device: torch.device, reason: str) -> None:
 @pytest.mark.usefixtures("strict")
 def test_strict(liger: ModuleType, device: torch.device) -> None:
     module = liger.LigerMegatronSwiGLU(fallback_impl=lambda *_: pytest.fail("fell back"))
-    with pytest.raises(liger.FallbackError, match=r"swiglu: LigerMegatronSwiGLU .*fp8_input_store"):
-        module(torch.ones(2, 8, device=device), None, True)
+    with pytest.raises(liger.FallbackError, match=r"swiglu: LigerMegatronSwiGLU .*a dtype other than"):
+        module(torch.ones(2, 8, device=device).double())
 
 
 def test_switched_off(
@@ -118,7 +116,7 @@ def test_in_place(liger: ModuleType, device: torch.device, in_place: bool) -> No
     [
         {"gated_linear_unit": False},
         {"activation_func": F.gelu},
-        {"activation_func_clamp_value": 7.0},
+        {"activation_func_clamp_value": 0.0},
         {"glu_linear_offset": 1.0},
     ],
 )
@@ -132,6 +130,40 @@ def test_config_of_another_activation(liger: ModuleType, wrong: dict[str, Any]) 
     liger.LigerMegatronSwiGLU(config=SimpleNamespace(**right))
     with pytest.raises(ValueError, match=f"config.{next(iter(wrong))} is "):
         liger.LigerMegatronSwiGLU(config=SimpleNamespace(**right | wrong))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_clamped(
+    liger: ModuleType, device: torch.device, generator: torch.Generator, with_bias: bool, fp8: bool
+) -> None:
+    """What Megatron-Core's MLP computes unfused: the gate from above, the other half from both sides."""
+    x = torch.randn(5, 8, device=device, generator=generator, requires_grad=True)
+    bias = torch.randn(8, device=device, generator=generator, requires_grad=True) if with_bias else None
+    module = liger.LigerMegatronSwiGLU(config=SimpleNamespace(activation_func_clamp_value=0.5))
+
+    def clamped(x: torch.Tensor) -> torch.Tensor:
+        gate, up = (x if bias is None else x + bias).chunk(2, -1)
+        return F.silu(gate.clamp(max=0.5)) * up.clamp(-0.5, 0.5)
+
+    inputs = [x] if bias is None else [x, bias]
+    output = module(x, bias, fp8)
+    torch.testing.assert_close(output, clamped(x))
+    for_backward = x + (x.to(torch.float8_e4m3fn).float() - x).detach() if fp8 else x
+    torch.testing.assert_close(
+        torch.autograd.grad(output.sum(), inputs), torch.autograd.grad(clamped(for_backward).sum(), inputs)
+    )
+    assert counts(liger) == {"kernel": 1, "off": 0, "upstream": {}}
+
+
+def test_a_fallback_is_given_the_clamp(fused: ModuleType, liger: ModuleType, device: torch.device) -> None:
+    """A function that cannot clamp raises; none drops it."""
+    config = SimpleNamespace(activation_func_clamp_value=7.0)
+    x = torch.ones(2, 8, device=device, dtype=torch.float64)
+    module = liger.LigerMegatronSwiGLU(lambda *_, **named: named, config=config)
+    assert module(x) == {"clamp_value": 7.0}
+    with pytest.raises(TypeError, match="clamp_value"):
+        liger.LigerMegatronSwiGLU(fused.bias_swiglu_impl, config=config)(x)
 
 
 def test_copies(liger: ModuleType, device: torch.device) -> None:

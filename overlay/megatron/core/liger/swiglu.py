@@ -7,6 +7,7 @@ One decision, :func:`unserved`, made from types, dtypes, shapes, devices and set
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ _MODULE = OP.entry("LigerMegatronSwiGLU")
 
 FP8_INPUT_STORE = "fp8_input_store"
 CPU_OFFLOAD_INPUT = "cpu_offload_input"
+FP8_DEVICE = "fp8_input_store on a GPU below compute capability 8.9"
 _SWITCHES = (FP8_INPUT_STORE, CPU_OFFLOAD_INPUT)
 OPTIONS = "options that upstream's function does not have"
 DTYPE = "a dtype other than bfloat16, float16 and float32"
@@ -81,18 +83,34 @@ def unserved(input: torch.Tensor, bias: torch.Tensor | None, *weights: torch.Ten
     return None
 
 
+@functools.cache
+def _converts_float8(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) >= (8, 9)
+
+
+def unserved_options(input: torch.Tensor, asked: Mapping[str, Any]) -> str | None:
+    """The same of the options that are asked for, where the tensors are served."""
+    if asked.get(FP8_INPUT_STORE) and input.is_cuda and not _converts_float8(input.get_device()):
+        return FP8_DEVICE
+    return None
+
+
 def run(
-    in_place: bool, input: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None = None
+    in_place: bool,
+    input: torch.Tensor,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor | None = None,
+    **asked: Any,
 ) -> torch.Tensor:
-    """The kernel's result, ``[..., n]``, for tensors that :func:`unserved` has nothing against."""
+    """The kernel's result, ``[..., n]``, for what :func:`unserved` and :func:`unserved_options` allow."""
     global _kernel
     if _kernel is None:
         _kernel = OP.load()
-    return _kernel(input, bias, weights, in_place=in_place)
+    return _kernel(input, bias, weights, in_place=in_place, **asked)
 
 
-def _serve(in_place: bool, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    output = run(in_place, input, bias)
+def _serve(in_place: bool, input: torch.Tensor, bias: torch.Tensor | None, **asked: Any) -> torch.Tensor:
+    output = run(in_place, input, bias, **asked)
     _MODULE.served(input)
     return output
 
@@ -116,16 +134,20 @@ class TakenOver:
         self.options = dict(list(inspect.signature(upstream).parameters.items())[tensors:])
         self.by_default = self.asks_for((), {})
 
-    def asks_for(self, options: Sequence[Any], named: Mapping[str, Any]) -> str | None:
-        """Why the kernel does not serve these options, by position and by name, or None when it does."""
+    def asks_for(self, options: Sequence[Any], named: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+        """What these options, by position and by name, ask of the kernel, and why it does not serve them:
+        None when it does.
+        """
         given = dict(zip(self.options, options))
         if len(given) != len(options) or not named.keys() <= self.options.keys() - given.keys():
-            return OPTIONS
+            return OPTIONS, {}
         given.update(named)
-        for name in _SWITCHES:
-            if name in self.options and given.get(name, self.options[name].default):
-                return name
-        return later_option(self.options, given, _SWITCHES)
+        asked = {
+            name: True
+            for name in _SWITCHES
+            if name in self.options and given.get(name, self.options[name].default)
+        }
+        return later_option(self.options, given, _SWITCHES), asked
 
     def __call__(
         self, tensors: tuple[torch.Tensor, ...], options: Sequence[Any], named: Mapping[str, Any]
@@ -139,11 +161,11 @@ class TakenOver:
         if torch.compiler.is_compiling():
             entry.traced()
             return self.upstream(*tensors, *options, **named)
-        reason = self.asks_for(options, named) if options or named else self.by_default
+        reason, asked = self.asks_for(options, named) if options or named else self.by_default
         if reason is None:
-            reason = unserved(*tensors)
+            reason = unserved(*tensors) or unserved_options(tensors[0], asked)
         if reason is None:
-            output = run(OP.in_place, *tensors)
+            output = run(OP.in_place, *tensors, **asked)
             entry.served(tensors[0])
             return output
         entry.fell_back(reason, tensors[0])
@@ -158,14 +180,17 @@ class LigerMegatronSwiGLU(nn.Module):
     does not, Megatron-Core passes over the spec's activation in silence.
 
     Args:
-        fallback_impl: called as ``bias_swiglu_impl`` is, for what the kernel does not serve.
+        fallback_impl: called as ``bias_swiglu_impl`` is, for what the kernel does not serve; with a
+            ``clamp_value`` by name where ``config`` clamps, which that of released versions does not take.
         in_place: backward writes the gradient over the input's memory where that is safe (the kernel's
             docstring says where), and autograd raises when that input is needed again;
             ``LIGER_MEGATRON_IN_PLACE=swiglu`` asks for it too.
-        config: a ``TransformerConfig``, read once for what this activation cannot be.
+        config: a ``TransformerConfig``, read once for the clamp (``activation_func_clamp_value``, after the
+            bias) and for what this activation cannot be.
 
     Raises:
-        ValueError: ``config`` describes another activation than SwiGLU, or a clamped or shifted one.
+        ValueError: ``config`` describes another activation than SwiGLU, a shifted one, or a clamp that is not
+            positive.
     """
 
     def __init__(
@@ -180,11 +205,13 @@ class LigerMegatronSwiGLU(nn.Module):
         for name, right in (
             ("gated_linear_unit", True),
             ("activation_func", F.silu),
-            ("activation_func_clamp_value", None),
             ("glu_linear_offset", 0.0),
         ):
             if (value := getattr(config, name, right)) != right:
                 raise ValueError(f"LigerMegatronSwiGLU is silu(gate) * up, but config.{name} is {value!r}")
+        self.clamp_value: float | None = getattr(config, "activation_func_clamp_value", None)
+        if self.clamp_value is not None and not self.clamp_value > 0:
+            raise ValueError(f"config.activation_func_clamp_value is {self.clamp_value!r}, not positive")
 
     def forward(
         self,
@@ -193,12 +220,12 @@ class LigerMegatronSwiGLU(nn.Module):
         fp8_input_store: bool = False,
         cpu_offload_input: bool = False,
     ) -> torch.Tensor:
-        """``silu(gate) * up`` of ``input + bias``, with gate in ``[0, n)`` and up in ``[n, 2n)``.
+        """``silu(gate) * up`` of ``input + bias``, with gate in ``[0, n)`` and up in ``[n, 2n)``, clamped.
 
         Args:
             input: ``[tokens, 2n]`` or ``[s, b, 2n]``; bfloat16, float16 or float32.
             bias: ``[2n]`` in the input's dtype, or None.
-            fp8_input_store, cpu_offload_input: as in ``bias_swiglu_impl``; the kernel serves neither.
+            fp8_input_store, cpu_offload_input: as in ``bias_swiglu_impl``.
 
         Returns:
             ``[tokens, n]`` or ``[s, b, n]``, in the input's dtype.
@@ -212,18 +239,21 @@ class LigerMegatronSwiGLU(nn.Module):
             raise ValueError(f"input must be [tokens, 2n] or [s, b, 2n], not {list(input.shape)}")
         if input.size(-1) % 2 or not input.size(-1):
             raise ValueError(f"the last dimension must be 2n, gate and up, with n > 0, not {input.size(-1)}")
+        asked: dict[str, Any] = {
+            FP8_INPUT_STORE: bool(fp8_input_store),
+            CPU_OFFLOAD_INPUT: bool(cpu_offload_input),
+        }
+        clamp = {} if self.clamp_value is None else {"clamp_value": self.clamp_value}
         compiling = torch.compiler.is_compiling()
         if not OP.enabled:
             reason: str | None = OFF
-        elif fp8_input_store or cpu_offload_input:
-            reason = FP8_INPUT_STORE if fp8_input_store else CPU_OFFLOAD_INPUT
         elif compiling and self.fallback_impl is not None:
             reason = COMPILING
         else:
-            reason = unserved(input, bias)
+            reason = unserved(input, bias) or unserved_options(input, asked)
         if reason is None:
             serve: Callable[..., torch.Tensor] = _serve_outside_graphs if compiling else _serve
-            return serve(self.in_place or OP.in_place, input, bias)
+            return serve(self.in_place or OP.in_place, input, bias, **asked, **clamp)
         if self.fallback_impl is None:
             raise RuntimeError(
                 f"LigerMegatronSwiGLU does not serve this call: {reason}. Give it a fallback_impl, such as "
@@ -236,7 +266,7 @@ class LigerMegatronSwiGLU(nn.Module):
             _MODULE.fell_back(reason, input)
         else:
             _MODULE.skipped(input)
-        return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
+        return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input, **clamp)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Empty: there is nothing to save. Megatron-Core's MLP asks each of its submodules."""
