@@ -65,7 +65,7 @@ def results(request: pytest.FixtureRequest, run_ranks: Callable[..., list[Any]])
 
 
 @pytest.mark.parametrize("name", CASES[2])
-def test_against_float64(name: str, results: dict[str, list[Any]]) -> None:
+def test_against_float64(name: str, results: dict[str, list[Any]], device: torch.device) -> None:
     """Loss to float32's accuracy; gradients to float64 products of the logits' own gradient."""
     ranks = len(results[name])
     hidden, weight, target, dloss, _, options = CASES[ranks][name]
@@ -99,8 +99,9 @@ def test_against_float64(name: str, results: dict[str, list[Any]]) -> None:
         if partition:
             right.backward(dloss.double())
         else:
-            apart = logits.to(hidden.dtype).requires_grad_()
-            vocab_parallel_cross_entropy(apart, target, **smoothed).backward(dloss * scale)
+            apart = logits.to(device, hidden.dtype).requires_grad_()
+            loss = vocab_parallel_cross_entropy(apart, target.to(device), **smoothed)
+            loss.backward((dloss * scale).to(device))
         dlogits[:, shard] = apart.grad.view(dlogits.shape)[:, shard]
         close(dweight, dlogits[:, shard].t(), x, 0 if name == "main_grad" else 1)
     parts = [dhidden for _, dhidden, *_ in results[name]]

@@ -175,7 +175,7 @@ def linear(liger: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def _parts() -> tuple[Any, Any]:
+def _parts(device: torch.device) -> tuple[Any, Any]:
     """A language model without layers, and an output layer of 32 columns for a hidden size of 16."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -194,14 +194,14 @@ def _parts() -> tuple[Any, Any]:
     model.output_layer = ColumnParallelLinear(
         16, 32, config=config, init_method=torch.nn.init.normal_, bias=False
     )
-    return model, model.output_layer
+    return model, model.output_layer.to(device)
 
 
 @pytest.fixture
-def call(linear: ModuleType) -> Any:
-    model, layer = _parts()
-    hidden = torch.randn(4, 2, 16, requires_grad=True)
-    labels = torch.arange(8).view(2, 4)
+def call(linear: ModuleType, device: torch.device) -> Any:
+    model, layer = _parts(device)
+    hidden = torch.randn(4, 2, 16, device=device, requires_grad=True)
+    labels = torch.arange(8, device=device).view(2, 4)
     return linear.Call(layer, hidden, None, labels, None, model.compute_language_model_loss)
 
 
@@ -334,7 +334,7 @@ def test_what_is_left_to_upstream_on_more_ranks(call: Any, linear: ModuleType) -
 
 
 def test_under_autocast_and_transforms(call: Any, linear: ModuleType) -> None:
-    with torch.autocast("cpu"):
+    with torch.autocast(call.hidden.device.type):
         assert linear.unserved(call, 1) == linear.AUTOCAST
     found = []
 
