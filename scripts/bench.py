@@ -23,9 +23,19 @@ from typing import Any
 from scripts import measurements, pair, plots
 from scripts.arguments import path
 from scripts.errors import ExpectationError, UsageError
-from scripts.measurements import FAILED, MISSING, OK, WRONG, Row
+from scripts.measurements import FAILED, MISSING, WRONG, Row
 from scripts.overlay import ROOT, load_overlay
-from scripts.workers.bench_ops import ELEMENT_SIZES, OPS, PROVIDERS, RESULTS, TINY, Provider, Shape
+from scripts.workers.bench_ops import (
+    ELEMENT_SIZES,
+    LARGEST,
+    MODES,
+    OPS,
+    PROVIDERS,
+    RESULTS,
+    TINY,
+    Provider,
+    Shape,
+)
 from scripts.workers.spawn import detect_device, run_world
 
 CSV = "bench.csv"
@@ -38,7 +48,11 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure; ``trees``: by their names in :class:`Provider`, empty where none are asked for."""
+    """How to measure.
+
+    ``trees``: by their names in :class:`Provider`, empty where none are asked for. ``largest``: measure
+    only how many rows fit, up to so many.
+    """
 
     cases: tuple[Case, ...]
     dtype: str
@@ -46,6 +60,7 @@ class Options:
     device: str
     timeout: float
     trees: dict[str, Path]
+    largest: int | None = None
 
 
 def main(argv: list[str]) -> int:
@@ -69,6 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--quick", action="store_true", help="one or two shapes of each op")
     sizes.add_argument(
         "--tiny", action="store_true", help="a few rows: for a CPU, where only results are judged"
+    )
+    parser.add_argument(
+        "--largest",
+        type=int,
+        nargs="?",
+        const=2**20,
+        metavar="ROWS",
+        help="measure how many rows fit into the device's memory, of ROWS at most (default 1048576)",
     )
     parser.add_argument("--dtype", choices=tuple(ELEMENT_SIZES), default="bf16")
     parser.add_argument("--repeats", type=int, default=20, metavar="N", help="calls of each (default 20)")
@@ -96,12 +119,18 @@ def run(arguments: argparse.Namespace) -> int:
     cases = _cases(arguments)
     if arguments.repeats < 1:
         raise UsageError("--repeats", "1 or more", str(arguments.repeats), "leave --repeats away")
+    if arguments.largest is not None and arguments.largest < 1:
+        raise UsageError("--largest", "1 or more", str(arguments.largest), "leave the number away")
     device, _ = ("cpu", 0) if arguments.device == "cpu" else detect_device(arguments.device)
     if device == "cpu" and not (arguments.tiny or arguments.shapes):
         raise UsageError("command line", "a GPU, or --tiny", "no GPU in use", "add --tiny, or run on a GPU")
+    if device == "cpu" and arguments.largest is not None:
+        raise UsageError("--largest", "a GPU", "no GPU in use", "run on a GPU")
     out = arguments.out or OUT
     with _trees(arguments) as trees, measurements.Writer(out / CSV) as writer:
-        options = Options(cases, arguments.dtype, arguments.repeats, device, arguments.timeout, trees)
+        options = Options(
+            cases, arguments.dtype, arguments.repeats, device, arguments.timeout, trees, arguments.largest
+        )
         rows = measure(providers, options, writer.write, _progress(len(cases) * len(providers)))
     print("\n".join(measurements.table(rows)))
     print(f"\nwrote {out / CSV}")
@@ -164,7 +193,8 @@ def _cases(arguments: argparse.Namespace) -> tuple[Case, ...]:
     found: list[Case] = []
     for name in _names("--op", arguments.op, OPS):
         op = OPS[name]
-        shapes = given or ((TINY,) if arguments.tiny else op.quick if arguments.quick else op.shapes)
+        few = arguments.quick or arguments.largest is not None
+        shapes = given or ((TINY,) if arguments.tiny else op.quick if few else op.shapes)
         found += [(name, rows, columns) for rows, columns in shapes]
     return tuple(found)
 
@@ -207,7 +237,7 @@ def _progress(total: int) -> Callable[[str, Result], None]:
         text += result["status"] if full is None else f"{full:.1f} µs"
         if result["status"] == MISSING:
             text = result["reason"]
-        elif result["status"] != OK:
+        elif result["reason"]:
             text += f", {result['reason']}"
         if f"{provider} {text}" != told:
             told = f"{provider} {text}"
@@ -235,6 +265,7 @@ def measure(
                 repeats=options.repeats,
                 device=options.device,
                 commit=commit,
+                modes=MODES if options.largest is None else (LARGEST,),
             )
             rows.extend(found)
             write(found)
@@ -254,7 +285,10 @@ def _measure(provider: Provider, options: Options, take: Callable[[Result], None
             "cases": options.cases,
             "dtype": options.dtype,
             "repeats": options.repeats,
+            "largest": options.largest,
         }
+        # Memory in pieces that do not fit together is no limit of the provider's.
+        extra = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if options.largest else None
         with tempfile.TemporaryDirectory(prefix="megatron-bench-") as temporary:
             folder = Path(temporary) / provider.name
             results = _new_lines(folder / RESULTS)
@@ -274,6 +308,7 @@ def _measure(provider: Provider, options: Options, take: Callable[[Result], None
                     device=options.device,
                     timeout=options.timeout,
                     watch=watch,
+                    extra=extra,
                 )
             except ExpectationError as error:
                 said = error.found.splitlines()

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from scripts.errors import UsageError
-from scripts.workers.bench_ops import ELEMENT_SIZES, MODES, OPS, PROVIDERS
+from scripts.workers.bench_ops import ELEMENT_SIZES, LARGEST, MODES, OPS, PROVIDERS
 
 OK, WRONG, FAILED, MISSING = "ok", "wrong", "failed", "missing"
 MIB = 2.0**20
+GIB = 2.0**30
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,14 @@ class Row:
 
     Attributes:
         status: ``ok``; ``wrong``, so not timed; ``failed``, it raised; ``missing``, or without this op.
-        reason: of any status but ``ok``.
+        reason: of any status but ``ok``; of ``largest`` what more rows came to.
         error: of result and gradients against float64, however the mode; see ``bench_worker.rms_error``.
-        gpu_us: device time. share: the fewest bytes over that time, of the copy's bandwidth.
+        mode: forward, backward, full; or ``largest``, where ``rows`` is the most that fit.
+        gpu_us: device time. share: the fewest bytes over that time, of the copy's bandwidth; where matrix
+            products bound an op, their time over that time.
         host_us: until the host had made the call.
-        peak_mib: memory above the inputs and the result's gradient.
+        peak_mib: memory above the inputs and the result's gradient; of ``largest`` all of it.
+        products_us: the three bare matrix products of an output layer's call, in the same process.
         copy_gb_s: bytes read plus written by a large copy in the same process, in GB/s.
         version: of the provider. commit: of this repository.
     """
@@ -46,6 +50,7 @@ class Row:
     host_us: float | None
     peak_mib: float | None
     copy_gb_s: float | None
+    products_us: float | None
     repeats: int
     device: str
     torch: str
@@ -65,16 +70,28 @@ def share(fewest_bytes: int, gpu_us: float, copy_gb_s: float) -> float:
 
 
 def rows_of(
-    result: Mapping[str, Any], provider: str, *, dtype: str, repeats: int, device: str, commit: str
+    result: Mapping[str, Any],
+    provider: str,
+    *,
+    dtype: str,
+    repeats: int,
+    device: str,
+    commit: str,
+    modes: Sequence[str] = MODES,
 ) -> list[Row]:
     """A worker's result for one op and shape as rows, one for each mode."""
-    shape = result["rows"], result["columns"]
-    copy = result.get("copy")
+    shape, op = (result["rows"], result["columns"]), OPS[result["op"]]
+    copy, products = result.get("copy"), result.get("products_us")
     found = []
-    for mode in MODES:
+    for mode in modes:
         measured = result.get("modes", {}).get(mode, {})
         gpu, peak = measured.get("gpu_us"), measured.get("peak_bytes")
-        fewest = OPS[result["op"]].fewest_bytes(mode, shape, ELEMENT_SIZES[dtype])
+        fewest = 0 if mode == LARGEST else op.fewest_bytes(mode, shape, ELEMENT_SIZES[dtype])
+        part = None
+        if gpu and products:
+            part = products * op.products_of(mode) / op.products_of("full") / gpu
+        elif gpu and copy and fewest:
+            part = share(fewest, gpu, copy / 1e9)
         found.append(
             Row(
                 op=result["op"],
@@ -87,11 +104,12 @@ def rows_of(
                 reason=result["reason"],
                 error=result.get("error"),
                 gpu_us=gpu,
-                share=share(fewest, gpu, copy / 1e9) if gpu and copy else None,
+                share=part,
                 fewest_bytes=fewest,
                 host_us=measured.get("host_us"),
                 peak_mib=None if peak is None else peak / MIB,
                 copy_gb_s=copy / 1e9 if copy else None,
+                products_us=products,
                 repeats=repeats,
                 device=result.get("device", device),
                 torch=result.get("torch", ""),
@@ -114,6 +132,7 @@ _DIGITS = {
     "host_us": ".1f",
     "peak_mib": ".3f",
     "copy_gb_s": ".1f",
+    "products_us": ".2f",
 }
 
 
@@ -185,14 +204,12 @@ _ALWAYS = 3  # columns that are never left away
 def table(rows: Sequence[Row]) -> list[str]:
     """The lines to print: how it was measured, then for each op its shapes and providers."""
     lines = _about(rows)
-    for op in OPS:
-        cells: list[Sequence[str]] = [_HEADER]
-        seen = None
-        for (shape, _), modes in _groups(row for row in rows if row.op == op and row.status != MISSING):
-            cells.append(_cells(modes, "" if shape == seen else f"{shape[0]} × {shape[1]}"))
-            seen = shape
-        if len(cells) > 1:
-            lines += ["", f"{op}, {OPS[op].columns} in columns", *_aligned(cells)]
+    if any(row.mode == LARGEST for row in rows):
+        fitted = [_largest_cells(row) for row in rows if row.status != MISSING]
+        lines += ["", *_aligned([_LARGEST_HEADER, *fitted])] if fitted else []
+    else:
+        for op in OPS:
+            lines += _table_of(op, [row for row in rows if row.op == op and row.status != MISSING])
     missing: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.status == MISSING:
@@ -205,6 +222,15 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def _table_of(op: str, rows: Sequence[Row]) -> list[str]:
+    cells: list[Sequence[str]] = [_HEADER]
+    seen = None
+    for (shape, _), modes in _groups(rows):
+        cells.append(_cells(modes, "" if shape == seen else f"{shape[0]} × {shape[1]}"))
+        seen = shape
+    return ["", f"{op}, {OPS[op].columns} in columns", *_aligned(cells)] if rows else []
+
+
 def _about(rows: Sequence[Row]) -> list[str]:
     device = next((row.device for row in rows if row.torch), rows[0].device if rows else "")
     versions = sorted(
@@ -214,10 +240,13 @@ def _about(rows: Sequence[Row]) -> list[str]:
     lines = [f"{device}, {'; '.join(versions)}; commit {rows[0].commit if rows else ''}"]
     lines += [", ".join(f"{provider} ({version})" for provider, version in of_providers.items())]
     copies = [row.copy_gb_s for row in rows if row.copy_gb_s]
-    if copies:
+    if any(row.mode == LARGEST for row in rows):
+        lines += [f"{rows[0].dtype}; the most rows of which a forward and backward fit, and their memory"]
+    elif copies:
         lines += [
             f"{rows[0].dtype}; medians of {rows[0].repeats} calls, cold cache; %: the fewest bytes over the "
-            f"time, of what a copy reached in the same process, {min(copies):.0f} to {max(copies):.0f} GB/s",
+            f"time, of what a copy reached in the same process, {min(copies):.0f} to {max(copies):.0f} GB/s; "
+            "with an output layer the time of its bare products over the time",
             "host: of a full call; peak: of a full call, above its inputs; error: rms of the worst row, "
             "relative, against float64",
         ]
@@ -244,6 +273,16 @@ def _cells(modes: Mapping[str, Row], shape: str) -> list[str]:
         return [shape, full.provider, error, f"{full.status.upper()}: {full.reason}"]
     numbers = [text for mode in MODES for text in (_number(modes[mode].gpu_us), _percent(modes[mode].share))]
     return [shape, full.provider, error, *numbers, _number(full.host_us), _number(full.peak_mib)]
+
+
+_LARGEST_HEADER = ("op", "provider", "columns", "rows", "GiB", "more rows")
+
+
+def _largest_cells(row: Row) -> Sequence[str]:
+    about = row.op, row.provider, str(row.columns)
+    if row.status != OK:
+        return *about, f"{row.status.upper()}: {row.reason}"
+    return *about, str(row.rows), _number((row.peak_mib or 0.0) * MIB / GIB), row.reason
 
 
 def _number(value: float | None) -> str:

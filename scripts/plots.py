@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.measurements import OK, Row
-from scripts.workers.bench_ops import MODES, OPS, PROVIDERS
+from scripts.workers.bench_ops import LARGEST, MODES, OPS, PROVIDERS
 
 # One colour for each provider in all plots (Okabe and Ito's, which the colour-blind can tell apart).
 _OURS = "#0072B2"
@@ -31,10 +31,24 @@ COLOURS = {
     "te": "#009E73",
     "te-in-place": "#009E73",
     "quack": "#000000",
+    "kernels-plain": "#56B4E9",
+    "cce": "#999933",
+    "cce-exact": "#999933",
 }
 # What is no variant of another line.
-_LINES = ("overlaid", "kernels", "upstream", "torch", "compile", "liger", "te", "quack")
-_SPEED_OPS = ("cross_entropy", "swiglu", "rms_norm", "layer_norm")
+_LINES = (
+    "overlaid",
+    "kernels",
+    "kernels-plain",
+    "upstream",
+    "torch",
+    "compile",
+    "liger",
+    "te",
+    "quack",
+    "cce-exact",
+)
+_SPEED_OPS = ("cross_entropy", "swiglu", "rms_norm", "layer_norm", "linear_cross_entropy")
 _TITLES = {"forward": "forward", "backward": "backward", "full": "forward + backward"}
 _DPI = 150
 
@@ -48,16 +62,17 @@ def draw(rows: Sequence[Row], out: Path) -> list[Path]:
     """Draw what ``rows`` hold of their first dtype into the folder ``out``; of one measured twice the last.
 
     Returns:
-        The files: of each op with two shapes or more its speed, and the memory of all ops. Of rows without
-        device times (of a CPU) there are none.
+        The files: of each op with two shapes or more its speed, the memory of all ops, and the most rows that
+        fit. Of rows of a CPU there are none.
     """
+    out.mkdir(parents=True, exist_ok=True)
+    largest = [row for row in rows if row.status == OK and row.mode == LARGEST]
+    files = [_save(_largest(largest), out / "largest.png")] if largest else []
     good = [row for row in rows if row.status == OK and row.gpu_us and row.share]
     last = {(r.op, r.shape, r.provider, r.mode): r for r in good if r.dtype == good[0].dtype}
     measured = list(last.values())
-    if any(row.provider == "overlaid" for row in measured):  # the same kernels
-        measured = [row for row in measured if row.provider != "kernels"]
-    out.mkdir(parents=True, exist_ok=True)
-    files = []
+    both = {row.op for row in measured if row.provider == "overlaid"}  # the same kernels
+    measured = [row for row in measured if row.provider != "kernels" or row.op not in both]
     for op in _SPEED_OPS:
         of_op = [row for row in measured if row.op == op and row.provider in _LINES]
         if len({row.columns for row in of_op}) > 1:
@@ -117,7 +132,8 @@ def _figure(width: float, height: float, title: str, rows: Sequence[Row]) -> Any
     versions = {PROVIDERS[r.provider].distribution: r.version for r in rows}
     others = "".join(f", {name} {text}" for name, text in versions.items() if name)
     copy = sorted(r.copy_gb_s for r in rows if r.copy_gb_s)
-    note = f"{row.device}; copy {copy[len(copy) // 2] / 1e3:.2f} TB/s; torch {row.torch}, triton {row.triton}"
+    speed = f"copy {copy[len(copy) // 2] / 1e3:.2f} TB/s; " if copy else ""
+    note = f"{row.device}; {speed}torch {row.torch}, triton {row.triton}"
     figure.supxlabel(note + others, fontsize=7, color="#555555", x=0.01, ha="left")
     return figure
 
@@ -143,7 +159,8 @@ def _speed(rows: Sequence[Row]) -> Any:
         _ticks(axes[1][column], sorted({row.columns for row in rows}))
         note = "".join(f" ({n}: {of} rows)" for n, of in other.items())
         axes[1][column].set_xlabel(op.columns + note, fontsize=9)
-    axes[0][0].set_ylabel("share of a copy's bandwidth, %", fontsize=9)
+    of = "bare products' share of the time, %" if op.products_of("full") else "share of a copy's bandwidth, %"
+    axes[0][0].set_ylabel(of, fontsize=9)
     axes[0][0].set_ylim(bottom=0)
     axes[1][0].set_ylabel("device time, µs", fontsize=9)
     axes[1][0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -232,6 +249,31 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
         for position, index in enumerate(members):
             moved[index] = centre + gap * (position - (len(members) - 1) / 2)
     return moved
+
+
+def _largest(rows: Sequence[Row]) -> Any:
+    """A bar for each provider of each op and width: the most rows that fit."""
+    panels: dict[str, list[Row]] = {}
+    order = list(COLOURS)
+    for row in sorted(rows, key=lambda row: order.index(row.provider)):
+        panels.setdefault(f"{OPS[row.op].title}, {OPS[row.op].columns} {row.columns}", []).append(row)
+    height = 0.8 + sum(0.5 + 0.26 * len(bars) for bars in panels.values())
+    figure = _figure(9, height, "the most tokens of which a forward and backward fit", rows)
+    ratios = [len(bars) for bars in panels.values()]
+    axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": ratios})
+    for axis, (title, bars) in zip(axes.flat, panels.items()):
+        for place, row in enumerate(bars):
+            drawn = axis.barh(place, row.rows, 0.7, color=COLOURS[row.provider])
+            more = " (more were not tried)" if "not tried" in row.reason else ""
+            axis.bar_label(drawn, [f"{row.rows:,}{more}"], padding=3, fontsize=8)
+        axis.set_yticks(range(len(bars)), [PROVIDERS[row.provider].label for row in bars])
+        axis.set_ylim(len(bars) - 0.4, -0.6)
+        axis.set_xlim(0, 1.35 * max(row.rows for row in bars))
+        axis.set_title(title, fontsize=9, loc="left")
+        axis.set_xticks([])
+        axis.spines[:].set_visible(False)
+        axis.tick_params(labelsize=8, length=0)
+    return figure
 
 
 def _memory(rows: Sequence[Row]) -> Any:

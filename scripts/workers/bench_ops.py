@@ -15,8 +15,12 @@ Shape = tuple[int, int]
 RESULTS = "results.jsonl"
 
 MODES = ("forward", "backward", "full")
+#: The mode of a search for the most rows that fit into the device's memory.
+LARGEST = "largest"
 ELEMENT_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 TOKENS = 8192
+#: Of the output layer of linear_cross_entropy.
+HIDDEN_SIZE = 4096
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Op:
         backward: the same of a backward. Of statistics, weights and losses a token has one each: not counted.
         shapes: what is measured by default.
         quick: what is measured with ``--quick``.
+        products: matrix products of rows × columns × ``HIDDEN_SIZE`` in a forward and a backward, of an op
+            that those bound and not bytes.
     """
 
     name: str
@@ -40,11 +46,17 @@ class Op:
     backward: tuple[int, int]
     shapes: tuple[Shape, ...]
     quick: tuple[Shape, ...]
+    products: tuple[int, int] = (0, 0)
 
     def fewest_bytes(self, mode: str, shape: Shape, element_size: int) -> int:
         """The bytes that ``mode`` must move for ``shape``."""
         units = {"forward": self.forward, "backward": self.backward, "full": self.forward + self.backward}
         return sum(units[mode]) * shape[0] * shape[1] * element_size
+
+    def products_of(self, mode: str) -> int:
+        """The matrix products of ``mode``."""
+        forward, backward = self.products
+        return {"forward": forward, "backward": backward, "full": forward + backward}[mode]
 
 
 def _tokens(*columns: int) -> tuple[Shape, ...]:
@@ -83,6 +95,16 @@ _ALL_OPS = (
         _tokens(4096, 8192, 16384, 32000, 65536, 128256, 151936, 262144),
         _tokens(32000, 128256),
     ),
+    Op(
+        "linear_cross_entropy",
+        "output layer and cross-entropy",
+        "vocabulary",
+        (0, 0),
+        (0, 0),
+        _tokens(32000, 128256, 151936, 262144),
+        _tokens(151936),
+        products=(1, 2),
+    ),
     Op("rms_norm", "RMSNorm", "hidden size", (1, 1), (2, 1), _NORMS, _tokens(4096)),
     Op("layer_norm", "LayerNorm", "hidden size", (1, 1), (2, 1), _NORMS, _tokens(4096)),
 )
@@ -116,6 +138,7 @@ class Provider:
 _ALL_PROVIDERS = (
     Provider("kernels", "this project", ours=True),
     Provider("kernels-in-place", "this project, in place", ours=True),
+    Provider("kernels-plain", "this project, logits kept", ours=True),
     Provider("overlaid", "this project", ours=True, tree="overlaid"),
     Provider("upstream", "Megatron-Core", tree="pristine"),
     Provider("upstream-unfused", "Megatron-Core, unfused", tree="pristine"),
@@ -131,5 +154,12 @@ _ALL_PROVIDERS = (
         distribution="transformer-engine",
     ),
     Provider("quack", "QuACK", module="quack", distribution="quack-kernels"),
+    Provider("cce", "ml-cross-entropy", module="cut_cross_entropy", distribution="cut-cross-entropy"),
+    Provider(
+        "cce-exact",
+        "ml-cross-entropy, exact",
+        module="cut_cross_entropy",
+        distribution="cut-cross-entropy",
+    ),
 )
 PROVIDERS = {provider.name: provider for provider in _ALL_PROVIDERS}

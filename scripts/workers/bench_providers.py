@@ -2,9 +2,10 @@
 """How each provider is called: by the functions that its own users call, on the same tensors.
 
 A provider's loader imports it and returns, by op, a function that is given a case's tensors once and returns
-the call: tensors in, result out, ``[rows, columns]``, or ``[rows]`` of the cross-entropy. Tensors are ``x``
-(``[rows, 2 columns]`` of SwiGLU, else ``[rows, columns]``), ``bias``, ``weights`` (``[rows, 1]``, float32),
-``target`` and the norms' ``weight``.
+the call: tensors in, result out, ``[rows, columns]``, or ``[rows]`` of the cross-entropy, or its mean with
+the output layer. Tensors are ``x`` (``[rows, 2 columns]`` of SwiGLU, ``[rows, HIDDEN_SIZE]`` of the output
+layer, else ``[rows, columns]``), ``bias``, ``weights`` (``[rows, 1]``, float32), ``target`` and ``weight`` (a
+norm's, or ``[columns, HIDDEN_SIZE]``).
 """
 
 from __future__ import annotations
@@ -102,9 +103,20 @@ def _kernels(*, in_place: bool = False) -> dict[str, Bind]:
         "cross_entropy": _always(lambda t: cross_entropy(t["x"], t["target"], in_place=in_place)),
     }
     if not in_place:
+        linear = kernels("linear_cross_entropy").linear_cross_entropy
+        ops["linear_cross_entropy"] = _always(lambda t: linear(t["x"], t["weight"], t["target"]).mean())
         ops["rms_norm"] = _always(lambda t: norms.rms_norm(t["x"], t["weight"], EPS))
         ops["layer_norm"] = _always(lambda t: norms.layer_norm(t["x"], t["weight"], t["bias"], EPS))
     return ops
+
+
+def _kernels_plain() -> dict[str, Bind]:
+    loss = kernels("cross_entropy").vocab_parallel_cross_entropy
+    return {"linear_cross_entropy": _always(lambda t: loss(_logits(t), t["target"]).mean())}
+
+
+def _logits(t: Tensors) -> torch.Tensor:
+    return t["x"] @ t["weight"].t()
 
 
 def _torch_calls() -> dict[str, Call]:
@@ -114,6 +126,7 @@ def _torch_calls() -> dict[str, Call]:
             SWIGLU_OPS, lambda t: swiglu.swiglu_reference(t["x"], t.get("bias"), t.get("weights"))
         ),
         "cross_entropy": lambda t: F.cross_entropy(t["x"].float(), t["target"], reduction="none"),
+        "linear_cross_entropy": lambda t: F.cross_entropy(_logits(t).float(), t["target"]),
         "rms_norm": lambda t: norms.rms_norm_reference(t["x"], t["weight"], EPS),
         "layer_norm": lambda t: norms.layer_norm_reference(t["x"], t["weight"], t["bias"], EPS),
     }
@@ -143,6 +156,16 @@ def _loss(entry: Callable[..., torch.Tensor], *more: Any) -> Bind:
     return _always(lambda t: entry(t["x"].unsqueeze(1), t["target"].unsqueeze(1), *more).squeeze(1))
 
 
+def _linear(loss: Bind) -> Bind:
+    """The mean of a loss, of the logits of the output layer."""
+
+    def bind(t: Tensors) -> Call:
+        call = loss(t)
+        return lambda t: call({"x": _logits(t), "target": t["target"]}).mean()
+
+    return bind
+
+
 def _megatron() -> dict[str, Bind]:
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
@@ -161,13 +184,15 @@ def _megatron() -> dict[str, Bind]:
         return bind
 
     plain = _always(lambda t: bias_swiglu_impl(t["x"], t.get("bias")))
+    loss = _loss(fused_vocab_parallel_cross_entropy, parallel_state.get_tensor_model_parallel_group())
+    # Overlaid, this would be the kernels' loss behind a product: that is `kernels-plain`.
+    of_pristine = {} if runtime.overlay() else {"linear_cross_entropy": _linear(loss)}
     return {
+        **of_pristine,
         "swiglu": plain,
         "swiglu_bias": plain,
         "swiglu_weighted": _always(lambda t: weighted_bias_swiglu_impl(t["x"], None, t["weights"])),
-        "cross_entropy": _loss(
-            fused_vocab_parallel_cross_entropy, parallel_state.get_tensor_model_parallel_group()
-        ),
+        "cross_entropy": loss,
         "rms_norm": norm("RMSNorm"),
         "layer_norm": norm("LayerNorm"),
     }
@@ -176,7 +201,8 @@ def _megatron() -> dict[str, Bind]:
 def _megatron_unfused() -> dict[str, Bind]:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    return {"cross_entropy": _loss(vocab_parallel_cross_entropy)}
+    loss = _loss(vocab_parallel_cross_entropy)
+    return {"cross_entropy": loss, "linear_cross_entropy": _linear(loss)}
 
 
 # --- Other libraries ---
@@ -186,15 +212,17 @@ def _liger() -> dict[str, Bind]:
     from liger_kernel.megatron import LigerMegatronCrossEntropy
     from liger_kernel.ops import (
         LigerFusedGateUpSiLUMulFunction,
+        LigerFusedLinearCrossEntropyFunction,
         LigerLayerNormFunction,
         LigerRMSNormFunction,
     )
 
     swiglu, rms_norm = LigerFusedGateUpSiLUMulFunction.apply, LigerRMSNormFunction.apply
-    layer_norm = LigerLayerNormFunction.apply
+    layer_norm, linear = LigerLayerNormFunction.apply, LigerFusedLinearCrossEntropyFunction.apply
     return {
         "swiglu": _always(lambda t: swiglu(t["x"], False)),
         "cross_entropy": _loss(LigerMegatronCrossEntropy()),
+        "linear_cross_entropy": _always(lambda t: linear(t["x"], t["weight"], t["target"])[0]),
         # As its own module for Megatron calls it: no offset, and not in place.
         "rms_norm": _always(lambda t: rms_norm(t["x"], t["weight"], EPS, 0.0, "llama", False)),
         "layer_norm": _always(lambda t: layer_norm(t["x"], t["weight"], t["bias"], EPS)),
@@ -275,9 +303,20 @@ def _quack() -> dict[str, Bind]:
     }
 
 
+def _cce(implementation: str) -> dict[str, Bind]:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return {
+        "linear_cross_entropy": _always(
+            lambda t: linear_cross_entropy(t["x"], t["weight"], t["target"], impl=implementation)
+        )
+    }
+
+
 LOADERS: dict[str, Callable[[], Mapping[str, Bind]]] = {
     "kernels": _kernels,
     "kernels-in-place": lambda: _kernels(in_place=True),
+    "kernels-plain": _kernels_plain,
     "overlaid": _megatron,
     "upstream": _megatron,
     "upstream-unfused": _megatron_unfused,
@@ -288,6 +327,8 @@ LOADERS: dict[str, Callable[[], Mapping[str, Bind]]] = {
     "te": lambda: _te(in_place=False),
     "te-in-place": lambda: _te(in_place=True),
     "quack": _quack,
+    "cce": lambda: _cce("cce"),
+    "cce-exact": lambda: _cce("cce_exact"),
 }
 
 

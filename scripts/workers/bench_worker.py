@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from scripts.workers import bench_providers, runtime
-from scripts.workers.bench_ops import MODES, PROVIDERS, RESULTS, Shape
+from scripts.workers.bench_ops import HIDDEN_SIZE, LARGEST, MODES, OPS, PROVIDERS, RESULTS, TOKENS, Shape
 from scripts.workers.bench_providers import EPS, Bind, Call, Tensors, UnavailableError, kernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -35,6 +35,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LIMITS = {"bf16": 2.0**-7, "fp16": 2.0**-10, "fp32": 2.0**-16}
 # A gradient of a large vocabulary is too small for float16 unless the loss is scaled, as it is in training.
 LOSS_SCALE = {"fp16": 4096.0}
+
+LOGITS = 4.0  # standard deviation of an output layer's
 
 CHUNK_ELEMENTS = 2**25  # of float64 at a time
 FLUSH_BYTES = 2**28  # several times any cache
@@ -72,7 +74,8 @@ def measure(plan: Mapping[str, Any], device: torch.device) -> Iterator[dict[str,
         ops, why = bench_providers.load(plan["provider"]), ""
     except UnavailableError as error:
         ops, why = {}, str(error)
-    if ops and device.type == "cuda":
+    limit = plan.get("largest")
+    if ops and device.type == "cuda" and limit is None:
         about["copy"] = copy_bandwidth(device)
     timer = Timer(device, plan["repeats"]) if ops else None
     overlay = runtime.overlay() if PROVIDERS[plan["provider"]].tree == "overlaid" else None
@@ -82,7 +85,10 @@ def measure(plan: Mapping[str, Any], device: torch.device) -> Iterator[dict[str,
             yield {**row, "status": "missing", "reason": why or "does not offer this op"}
             continue
         try:
-            row |= run_case(ops[op], op, (rows, columns), plan["dtype"], timer, overlay)
+            if limit is None:
+                row |= run_case(ops[op], op, (rows, columns), plan["dtype"], timer, overlay)
+            else:
+                row |= run_largest(ops[op], op, columns, plan["dtype"], device, limit)
         except Exception as error:  # whatever a library raises is a result here
             found = str(error).strip().splitlines() or [""]
             row |= {"status": "failed", "reason": f"{type(error).__name__}: {found[0]}"}
@@ -101,12 +107,14 @@ class Inputs:
     Attributes:
         by_row: those with a row for each token; every call gets a copy.
         shared: parameters and labels, the same objects in every call.
+        elements: the widest row that a call computes.
         gradient: the gradient of the result.
     """
 
     by_row: Tensors
     shared: Tensors
     gradient: torch.Tensor
+    elements: int
 
     def fresh(self) -> Tensors:
         """The tensors for one call."""
@@ -129,6 +137,12 @@ def make_inputs(op: str, shape: Shape, dtype: str, device: torch.device) -> Inpu
     def normal(*size: int, of: torch.dtype = kind) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device, dtype=of)
 
+    labels = torch.randint(columns, (rows,), generator=generator, device=device)
+    scale = LOSS_SCALE.get(dtype, 1.0)
+    if op == "linear_cross_entropy":
+        weight = normal(columns, HIDDEN_SIZE).mul_(LOGITS / HIDDEN_SIZE**0.5)
+        by_row, shared = {"x": normal(rows, HIDDEN_SIZE)}, {"weight": weight, "target": labels}
+        return _with_gradients(by_row, shared, torch.tensor(scale, device=device), columns)
     by_row, shared = {"x": normal(rows, columns)}, {}
     gradient = normal(rows, columns)
     if op.startswith("swiglu"):
@@ -138,26 +152,32 @@ def make_inputs(op: str, shape: Shape, dtype: str, device: torch.device) -> Inpu
         if op == "swiglu_weighted":
             by_row["weights"] = normal(rows, 1, of=torch.float32).abs()
     elif op == "cross_entropy":
-        labels = torch.randint(columns, (rows,), generator=generator, device=device)
         shared = {"target": labels}
-        gradient = normal(rows, of=torch.float32) * LOSS_SCALE.get(dtype, 1.0)
+        gradient = normal(rows, of=torch.float32) * scale
     else:
         shared = {"weight": normal(columns)}
         if op == "layer_norm":
             shared["bias"] = normal(columns)
+    return _with_gradients(by_row, shared, gradient, by_row["x"].shape[1])
+
+
+def _with_gradients(by_row: Tensors, shared: Tensors, gradient: torch.Tensor, elements: int) -> Inputs:
     for x in by_row.values():
         x.requires_grad_()
     for name in shared.keys() - {"target"}:
         shared[name] = torch.nn.Parameter(shared[name])
-    return Inputs(by_row, shared, gradient)
+    return Inputs(by_row, shared, gradient, elements)
 
 
-def truth(op: str, t: Tensors) -> torch.Tensor:
-    """The result in the tensors' dtype, float64, by PyTorch alone."""
+def truth(op: str, t: Tensors, rows: int) -> torch.Tensor:
+    """The result in the tensors' dtype, float64, by PyTorch alone; of a mean over ``rows`` ``t``'s part."""
     if op.startswith("swiglu"):
         result = kernels("swiglu").swiglu_reference(t["x"], t.get("bias"), t.get("weights"))
     elif op == "cross_entropy":
         result = kernels("cross_entropy").cross_entropy_reference(t["x"], t["target"])
+    elif op == "linear_cross_entropy":
+        reference = kernels("linear_cross_entropy").linear_cross_entropy_reference
+        result = reference(t["x"], t["weight"], t["target"]).sum() / rows
     elif op == "rms_norm":
         result = kernels("norms").rms_norm_reference(t["x"], t["weight"], EPS)
     else:
@@ -185,7 +205,9 @@ def run_case(
         return {"status": "missing", "reason": reason, "error": error}
     if not error <= LIMITS[dtype]:
         return {"status": "wrong", "reason": f"error {error:.1e} of {place}", "error": error}
-    return {"status": "ok", "reason": "", "error": error, "modes": timer.measure(call, inputs)}
+    products = timer.products(inputs, shape[1]) if OPS[op].products_of("full") else None
+    modes = timer.measure(call, inputs)
+    return {"status": "ok", "reason": "", "error": error, "modes": modes, "products_us": products}
 
 
 def _left(counters: Mapping[str, Any]) -> str:
@@ -207,7 +229,7 @@ def _run(call: Call, inputs: Inputs) -> Tensors:
     t = inputs.fresh()
     wanted = {name: x for name, x in t.items() if x.requires_grad}
     out = call(t)
-    gradients = torch.autograd.grad(out, list(wanted.values()), inputs.gradient)
+    gradients = torch.autograd.grad(out, list(wanted.values()), inputs.gradient.to(out.dtype))
     return {"result": out.detach(), **{f"gradient of {name}": g for name, g in zip(wanted, gradients)}}
 
 
@@ -220,9 +242,9 @@ def gate(call: Call, op: str, inputs: Inputs) -> tuple[float, str]:
     scalars: dict[str, list[torch.Tensor]] = {}
     first = 0
     for exact in _truths(op, inputs):
-        rows = exact["result"].shape[0]
+        rows = exact["gradient of x"].shape[0]
         for name, true in exact.items():
-            if name.removeprefix("gradient of ") in inputs.shared:
+            if true.dim() == 0 or name.removeprefix("gradient of ") in inputs.shared:
                 sums[name] = sums.get(name, torch.zeros_like(true)) + true
             elif true.numel() == rows:
                 scalars.setdefault(name, []).append(true.flatten())
@@ -233,7 +255,8 @@ def gate(call: Call, op: str, inputs: Inputs) -> tuple[float, str]:
     for name, true in whole.items():
         ours = found[name]
         fits = ours.numel() == true.numel()
-        errors.append((rms_error(ours.reshape(1, -1), true[None]) if fits else torch.inf, name))
+        one_row = (ours.reshape(1, -1), true.reshape(1, -1))
+        errors.append((rms_error(*one_row) if fits else torch.inf, name))
     return next((error for error in errors if error[0] != error[0]), max(errors))
 
 
@@ -257,8 +280,8 @@ def rms_error(found: torch.Tensor, true: torch.Tensor) -> float:
 
 def _truths(op: str, inputs: Inputs) -> Iterator[Tensors]:
     """Result and gradients in float64, some rows at a time; those of parameters are such rows' part."""
-    total, columns = inputs.by_row["x"].shape
-    step = max(1, CHUNK_ELEMENTS // columns)
+    total = inputs.by_row["x"].shape[0]
+    step = max(1, CHUNK_ELEMENTS // inputs.elements)
     for first in range(0, total, step):
         rows = slice(first, first + step)
         exact = {name: x.detach()[rows].double().requires_grad_() for name, x in inputs.by_row.items()}
@@ -266,8 +289,9 @@ def _truths(op: str, inputs: Inputs) -> Iterator[Tensors]:
             labels = name == "target"
             exact[name] = x[rows] if labels else x.detach().double().requires_grad_()
         wanted = {name: x for name, x in exact.items() if x.requires_grad}
-        out = truth(op, exact)
-        gradients = torch.autograd.grad(out, list(wanted.values()), inputs.gradient[rows].double())
+        out = truth(op, exact, total)
+        gradient = inputs.gradient[rows] if inputs.gradient.dim() else inputs.gradient
+        gradients = torch.autograd.grad(out, list(wanted.values()), gradient.double())
         yield {"result": out.detach(), **{f"gradient of {name}": g for name, g in zip(wanted, gradients)}}
 
 
@@ -340,6 +364,25 @@ class Timer:
             for mode in MODES
         }
 
+    def products(self, inputs: Inputs, columns: int) -> float | None:
+        """Microseconds of the three products that an output layer's call is at least; none on a CPU."""
+        if not self._on_gpu:
+            return None
+        x, weight = inputs.by_row["x"].detach(), inputs.shared["weight"].detach()
+        logits = torch.randn(x.shape[0], columns, dtype=x.dtype, device=x.device)
+        dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+        times: list[float] = []
+        for _ in range(WARM_UP + self.repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            torch.mm(x, weight.t(), out=logits)
+            torch.mm(logits, weight, out=dx)
+            torch.mm(logits.t(), x, out=dweight)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3)
+        return statistics.median(times[WARM_UP:])
+
     def _flush(self) -> None:
         flush_cache_kernel[(self._buffer.numel() // _FLUSH_BLOCK,)](self._buffer, BLOCK=_FLUSH_BLOCK)
 
@@ -361,7 +404,7 @@ class Timer:
         between("inputs")
         out = call(t)
         between("forward")
-        gradients = torch.autograd.grad(out, wanted, inputs.gradient)
+        gradients = torch.autograd.grad(out, wanted, inputs.gradient.to(out.dtype))
         between("backward")
         del out, gradients
 
@@ -425,6 +468,82 @@ class Timer:
 
         self._parts(call, inputs, between)
         return {**peaks, "full": max(peaks.values())}
+
+
+# --- The most rows ---
+
+_ROWS_STEP = 1024
+_TRIES = 10
+_CLOSER = 0.02  # how near the most rows that fit and the fewest that do not come, before the step
+
+
+def run_largest(
+    bind: Bind, op: str, columns: int, dtype: str, device: torch.device, limit: int
+) -> dict[str, Any]:
+    """The most rows, up to ``limit``, of which one forward and backward fits; results are not judged."""
+
+    def peak_of(rows: int) -> int | None:
+        try:
+            inputs = make_inputs(op, (rows, columns), dtype, device)
+            t = inputs.by_row | inputs.shared
+            torch.cuda.reset_peak_memory_stats()
+            out = bind(t)(t)
+            wanted = [x for x in t.values() if x.requires_grad]
+            gradients = torch.autograd.grad(out, wanted, inputs.gradient.to(out.dtype))
+            torch.cuda.synchronize()
+            del out, gradients
+            return torch.cuda.max_memory_allocated()
+        except torch.OutOfMemoryError:
+            return None
+        finally:
+            torch.cuda.empty_cache()
+
+    free, _ = torch.cuda.mem_get_info()
+    rows, peak, reason = search_largest(peak_of, free, limit)
+    if not rows:
+        return {"status": "failed", "reason": reason}
+    return {"rows": rows, "status": "ok", "reason": reason, "modes": {LARGEST: {"peak_bytes": peak}}}
+
+
+def search_largest(peak_of: Callable[[int], int | None], available: int, limit: int) -> tuple[int, int, str]:
+    """The most rows that fit, to a step of 1024 and 2 %, their peak, and what more of them came to.
+
+    Args:
+        peak_of: the bytes that a number of rows takes, None where they are too many. What else it raises
+            ends the search.
+        available: bytes, from which the first guess is made by the peaks of few rows.
+        limit: no more rows than these are tried.
+    """
+    known: list[tuple[int, int]] = [(0, 0)]
+    failed, reason = limit + 1, f"more than {limit} were not tried"
+    guess = TOKENS // 2
+    for _ in range(_TRIES):
+        best, peak = known[-1]
+        near = best > 0 and failed <= limit and failed - best <= max(_ROWS_STEP, int(_CLOSER * failed))
+        if near or best in (limit, failed - 1):
+            break
+        rows = min(max(guess, best + 1), failed - 1)
+        if rows < failed - 1 and rows - rows % _ROWS_STEP > best:
+            rows -= rows % _ROWS_STEP
+        try:
+            found = peak_of(rows)
+        except Exception as error:  # whatever a library raises is a result here
+            said = str(error).strip().splitlines() or [""]
+            reason = f"{rows}: {type(error).__name__}: {said[0]}"
+            break
+        if found is None:
+            failed, reason = rows, f"{rows}: out of memory"
+            guess = int(rows * (1 - _CLOSER)) if len(known) > 2 else (best + rows) // 2
+            continue
+        known.append((rows, found))
+        guess = int(rows * (1 + _CLOSER))
+        if len(known) == 2:
+            guess = 2 * rows
+        elif len(known) == 3:
+            slope = (found - peak) / (rows - best)
+            guess = rows + int((available - found) / slope) if slope > 0 else limit
+    best, peak = known[-1]
+    return best, peak, reason
 
 
 def copy_bandwidth(device: torch.device) -> float:

@@ -18,7 +18,7 @@ from scripts import bench, measurements, plots
 from scripts.errors import ExpectationError
 from scripts.measurements import Row
 from scripts.workers import bench_providers, bench_worker
-from scripts.workers.bench_ops import MODES, OPS, PROVIDERS
+from scripts.workers.bench_ops import LARGEST, MODES, OPS, PROVIDERS
 from scripts.workers.bench_providers import Call, Tensors
 
 SHAPE = (6, 40)
@@ -37,6 +37,7 @@ CPU = ("--device", "cpu", "--tiny")
         ("cross_entropy", 1, 2),
         ("rms_norm", 2, 3),
         ("layer_norm", 2, 3),
+        ("linear_cross_entropy", 0, 0),
     ],
 )
 def test_the_fewest_bytes(op: str, forward: int, backward: int) -> None:
@@ -50,6 +51,75 @@ def test_the_share_is_that_of_a_known_measurement() -> None:
     fewest = OPS["swiglu"].fewest_bytes("full", (8192, 4096), 2)
     assert measurements.share(fewest, 127.0, 4260.0) == pytest.approx(0.992, abs=1e-3)
     assert measurements.share(8_000_000, 2.0, 4000.0) == 1.0
+
+
+def test_the_share_of_an_output_layer_is_that_of_its_products() -> None:
+    result = {
+        "op": "linear_cross_entropy", "rows": 8, "columns": 64, "status": "ok", "reason": "", "copy": 1e11,
+        "modes": {mode: {"gpu_us": us} for mode, us in (("forward", 2.0), ("backward", 5.0), ("full", 7.0))},
+        "products_us": 6.0,
+    }  # fmt: skip
+    rows = measurements.rows_of(result, "kernels", dtype="bf16", repeats=1, device="cuda", commit="c")
+    assert {row.mode: row.share for row in rows} == pytest.approx(
+        {"forward": 1, "backward": 0.8, "full": 6 / 7}
+    )
+
+
+@pytest.mark.parametrize(
+    ("per_row", "fixed", "limit"),
+    [
+        (1000, 0, 2**20),
+        (1000, 5_000_000, 2**20),
+        (1, 0, 50_000),
+        (0, 7, 12_345),
+        (200_000, 0, 2**20),
+        (1, 0, 3),
+    ],
+)
+def test_the_most_rows_that_fit(per_row: int, fixed: int, limit: int) -> None:
+    memory = 100_000_000
+    tried = []
+
+    def peak_of(rows: int) -> int | None:
+        assert 0 < rows <= limit
+        assert rows not in tried
+        tried.append(rows)
+        peak = fixed + per_row * rows + (rows % 7)
+        return peak if peak <= memory else None
+
+    rows, peak, reason = bench_worker.search_largest(peak_of, memory, limit)
+    true = min(limit, (memory - fixed) // per_row if per_row else limit)
+    assert rows in tried
+    assert peak == fixed + per_row * rows + rows % 7
+    assert true - max(1024, 0.02 * true) - 1 <= rows <= true
+    assert len(tried) <= 10
+    more = min((t for t in tried if t > rows), default=limit)
+    assert reason == (f"more than {limit} were not tried" if rows == limit else f"{more}: out of memory")
+
+
+def test_a_search_for_the_most_rows_ends_at_an_error() -> None:
+    def peak_of(rows: int) -> int:
+        if rows > 9000:
+            raise ValueError("no more than 9000")
+        return rows
+
+    found = bench_worker.search_largest(peak_of, 10**9, 2**20)
+    assert found == (8192, 8192, "1048576: ValueError: no more than 9000")
+    assert bench_worker.search_largest(lambda rows: None, 10**9, 2**20)[0] == 0
+
+
+@pytest.mark.gpu
+def test_what_fits_on_a_gpu(device: torch.device) -> None:
+    torch.cuda.set_per_process_memory_fraction(0.05)
+    try:
+        bind = bench_providers.load("torch")["cross_entropy"]
+        found = bench_worker.run_largest(bind, "cross_entropy", 32000, "bf16", device, 2**20)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert found["status"] == "ok"
+    assert "out of memory" in found["reason"]
+    # Two of bf16 and at least two of float32 for each of a token's logits.
+    assert found["rows"] * 32000 * 12 < 0.05 * torch.cuda.get_device_properties(device).total_memory
 
 
 def _event(name: str, start: float, duration: float) -> tuple[str, float, float]:
@@ -161,6 +231,9 @@ WRONG = {
     "swiglu: a row's weight gradient": ("swiglu_weighted", _of_gradient("weights", _wrong_row)),
     "cross-entropy: no softmax": ("cross_entropy", _of_gradient("x", _only_largest)),
     "cross-entropy: a token": ("cross_entropy", _of_result(_wrong_row)),
+    "output layer: mean": ("linear_cross_entropy", _of_result(lambda x: x * 1.02)),
+    "output layer: gradient": ("linear_cross_entropy", _of_gradient("x", _wrong_row)),
+    "output layer: weight gradient": ("linear_cross_entropy", _of_gradient("weight", lambda g: g * 1.05)),
     "RMSNorm: a row": ("rms_norm", _of_result(_wrong_row)),
     "RMSNorm: weight gradient": ("rms_norm", _of_gradient("weight", _without_last_column)),
     "LayerNorm: bias gradient": ("layer_norm", _of_gradient("bias", lambda g: g * 0)),
@@ -198,7 +271,7 @@ def test_the_truth_is_the_same_in_parts(device: torch.device, monkeypatch: pytes
         call = bench_providers.load("kernels")[op](inputs.fresh())
         whole = bench_worker.gate(call, op, inputs)
         with monkeypatch.context() as patch:
-            patch.setattr(bench_worker, "CHUNK_ELEMENTS", 2 * inputs.by_row["x"].shape[1])
+            patch.setattr(bench_worker, "CHUNK_ELEMENTS", 2 * inputs.elements)
             parts = len(list(bench_worker._truths(op, inputs)))
             assert parts == SHAPE[0] / 2
             assert bench_worker.gate(call, op, inputs)[0] == pytest.approx(whole[0], rel=1e-6)
@@ -329,7 +402,13 @@ def test_why_a_provider_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     options = bench.Options((), "bf16", 1, "cuda", 1.0, {})
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     why = {name: bench._missing(provider, options) for name, provider in PROVIDERS.items()}
-    assert [name for name in why if not why[name]] == ["kernels", "kernels-in-place", "torch", "compile"]
+    assert [name for name in why if not why[name]] == [
+        "kernels",
+        "kernels-in-place",
+        "kernels-plain",
+        "torch",
+        "compile",
+    ]
     assert why["quack"] == "no package quack (pip install quack-kernels)"
     assert "no tree" in why["overlaid"]
 
@@ -361,6 +440,8 @@ def test_a_package_of_that_name_that_is_another(
         (["--device", "cpu"], 2),
         (["--device", "cpu", "--quick"], 2),
         (["--tiny", "--dtype", "int8"], 2),
+        (["--tiny", "--largest"], 2),
+        (["--largest", "0"], 2),
         ([*CPU, "megatron==0.16.1", "--tree", "."], 2),
         ([*CPU, "megatron==0.1"], 3),
         ([*CPU, "--tree", "/dev/null"], 5),
@@ -470,6 +551,42 @@ def test_a_table_of_a_cpu_has_no_empty_columns_and_says_what_it_is() -> None:
     assert "say nothing about any device" in text
     assert "peak" not in text
     assert "%" not in text
+
+
+def _largest() -> list[Row]:
+    """What two providers of one op found, numbers that are no measurement; a third is missing."""
+    found: list[Row] = []
+    about = {"op": "linear_cross_entropy", "columns": 64, "device": "a GPU", "torch": "1", "triton": "2"}
+    for provider, rows, reason in (("kernels", 4096, "more than 4096 were not tried"), ("cce", 10, "11: no")):
+        modes = {LARGEST: {"peak_bytes": 3 * 2**30}}
+        result = {**about, "rows": rows, "status": "ok", "reason": reason, "modes": modes}
+        found += measurements.rows_of(
+            result, provider, dtype="bf16", repeats=1, device="cuda", commit="c", modes=(LARGEST,)
+        )
+    missing = {**about, "rows": 8192, "status": "missing", "reason": "none"}
+    return found + measurements.rows_of(
+        missing, "liger", dtype="bf16", repeats=1, device="cuda", commit="c", modes=(LARGEST,)
+    )
+
+
+def test_the_table_of_what_fits() -> None:
+    text = measurements.table(_largest())
+    lines = [" ".join(line.split()) for line in text]
+    assert "linear_cross_entropy kernels 64 4096 3.0 more than 4096 were not tried" in lines
+    assert "linear_cross_entropy cce 64 10 3.0 11: no" in lines
+    assert "not measured liger: none" in lines
+    assert not any("cold cache" in line or "interpreter" in line for line in lines)
+
+
+def test_what_fits_is_drawn_from_a_csv(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with measurements.Writer(tmp_path / "some.csv") as writer:
+        writer.write(_largest())
+    assert cli.main(["bench", "--plot", str(tmp_path / "some.csv")]) == 0
+    assert [path.name for path in tmp_path.glob("*.png")] == ["largest.png"]
+    figure = plots._largest([row for row in _largest() if row.status == "ok"])
+    shown = [text.get_text() for text in figure.axes[0].texts]
+    assert shown == ["4,096 (more were not tried)", "10"]
 
 
 def test_plots_are_drawn_from_a_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
