@@ -440,7 +440,7 @@ def test_a_package_of_that_name_that_is_another(
         (["--device", "cpu"], 2),
         (["--device", "cpu", "--quick"], 2),
         (["--tiny", "--dtype", "int8"], 2),
-        (["--tiny", "--largest"], 2),
+        ([*CPU, "--largest"], 2),
         (["--largest", "0"], 2),
         ([*CPU, "megatron==0.16.1", "--tree", "."], 2),
         ([*CPU, "megatron==0.1"], 3),
