@@ -164,6 +164,44 @@ def test_a_release_holds(version: str, tmp_path: Path) -> None:
         assert not torch.allclose(*losses)
 
 
+JOBS: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "overlap": {"overlap": True},
+    "fused": {"overlap": True, "fused": True},
+    "tied": {"overlap": True, "fused": True, "tied": True},
+    "recompute": {"recompute": True},
+}
+# Sums of float32 in another order, over three steps.
+JOB_ULPS = 8 * 2.0**-23
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_in_upstreams_training_loop(stages: int, overlaid_tree: Path, tmp_path: Path) -> None:
+    """Two ranks, as data-parallel ones whose reductions overlap the backward or as stages of a pipeline."""
+    runs = [
+        {"name": f"{kind} {way}", "on": way == "on", **choice}
+        for (kind, choice), way in itertools.product(JOBS.items(), ("on", "off"))
+    ]
+    plan = {"pp": stages, "runs": runs}
+    run_world(
+        str(Path(__file__).with_name("linear_cross_entropy_job.py")),
+        plan, tree=overlaid_tree, folder=tmp_path, ranks=2, device=where(2), timeout=200, extra=ON,
+    )  # fmt: skip
+    for kind, rank in itertools.product(JOBS, (0, 1)):
+        on, off = (torch.load(tmp_path / f"{kind} {way}-rank{rank}.pt") for way in ("on", "off"))
+        last = stages == 1 or rank == 1
+        calls = [found["counters"][NAME]["entries"]["GPTModel"] for found in (on, off)]
+        assert calls == [
+            {"kernel": 12 if last else 0, "off": 0, "upstream": {}},
+            {"kernel": 0, "off": 0, "upstream": {}},
+        ]
+        assert len(on["losses"]) == (12 if last else 0)
+        torch.testing.assert_close(on["losses"], off["losses"], rtol=JOB_ULPS, atol=0)
+        assert on["parameters"].keys() == off["parameters"].keys()
+        for name, parameter in on["parameters"].items():
+            torch.testing.assert_close(parameter, off["parameters"][name], rtol=0, atol=JOB_ULPS)
+
+
 # --- What is left to upstream ---
 
 
