@@ -66,7 +66,8 @@ def draw(rows: Sequence[Row], out: Path) -> list[Path]:
         fit. Of rows of a CPU there are none.
     """
     out.mkdir(parents=True, exist_ok=True)
-    largest = [row for row in rows if row.status == OK and row.mode == LARGEST]
+    fitted = [row for row in rows if row.status == OK and row.mode == LARGEST]
+    largest = list({(row.op, row.columns, row.provider): row for row in fitted}.values())
     files = [_save(_largest(largest), out / "largest.png")] if largest else []
     good = [row for row in rows if row.status == OK and row.gpu_us and row.share]
     last = {(r.op, r.shape, r.provider, r.mode): r for r in good if r.dtype == good[0].dtype}
