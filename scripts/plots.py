@@ -21,6 +21,7 @@ _OURS = "#0072B2"
 COLOURS = {
     "kernels": _OURS,
     "kernels-in-place": _OURS,
+    "kernels-plain": "#56B4E9",
     "overlaid": _OURS,
     "upstream": "#D55E00",
     "upstream-unfused": "#D55E00",
@@ -31,7 +32,6 @@ COLOURS = {
     "te": "#009E73",
     "te-in-place": "#009E73",
     "quack": "#000000",
-    "kernels-plain": "#56B4E9",
     "cce": "#999933",
     "cce-exact": "#999933",
 }
@@ -45,6 +45,7 @@ _LINES = (
     "compile",
     "liger",
     "te",
+    "te-in-place",  # the only way of its older versions
     "quack",
     "cce-exact",
 )

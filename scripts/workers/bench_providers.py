@@ -71,8 +71,8 @@ def version(provider: str) -> str:
         return str(torch.__version__)
     try:
         return metadata.version(of.distribution)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    except metadata.PackageNotFoundError:  # a folder on the path
+        return str(getattr(sys.modules.get(of.module or ""), "__version__", "unknown"))
 
 
 def load(provider: str) -> Mapping[str, Bind]:

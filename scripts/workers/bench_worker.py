@@ -67,15 +67,12 @@ def main(argv: list[str]) -> int:
 
 def measure(plan: Mapping[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
     """The rows of ``plan``: one for each of its ``cases`` (op, rows, columns)."""
-    about: dict[str, Any] = {
-        **runtime.versions(),
-        "version": bench_providers.version(plan["provider"]),
-        "copy": None,
-    }
+    about: dict[str, Any] = {**runtime.versions(), "copy": None}
     try:
         ops, why = bench_providers.load(plan["provider"]), ""
     except UnavailableError as error:
         ops, why = {}, str(error)
+    about["version"] = bench_providers.version(plan["provider"])
     limit = plan.get("largest")
     if ops and device.type == "cuda" and limit is None:
         about["copy"] = copy_bandwidth(device)
