@@ -82,7 +82,9 @@ def load(provider: str) -> Mapping[str, Bind]:
         UnavailableError: it cannot be imported, or is another package of that name.
     """
     try:
-        return LOADERS[provider]()
+        ops = LOADERS[provider]()
+        # Upstream's functions are compiled ones.
+        return {op: _anew(bind) for op, bind in ops.items()} if PROVIDERS[provider].tree else ops
     except UnavailableError:
         raise
     except Exception as error:  # a package that finds no driver raises what it likes
@@ -91,6 +93,20 @@ def load(provider: str) -> Mapping[str, Bind]:
 
 def _always(call: Call) -> Bind:
     return lambda _: call
+
+
+def _anew(bind: Bind) -> Bind:
+    """``bind`` with nothing compiled before each case, as in a job whose shapes stay.
+
+    Of a process's second shape torch.compile would make code for shapes that vary, and that is slower; of the
+    ninth none.
+    """
+
+    def bound(t: Tensors) -> Call:
+        torch.compiler.reset()
+        return bind(t)
+
+    return bound
 
 
 def _kernels(*, in_place: bool = False) -> dict[str, Bind]:
@@ -138,12 +154,7 @@ def _torch() -> dict[str, Bind]:
 
 def _compile() -> dict[str, Bind]:
     def compiled(call: Call) -> Bind:
-        def bind(_: Tensors) -> Call:
-            # Of each shape anew: the second one would be compiled for shapes that vary, the ninth not at all.
-            torch.compiler.reset()
-            return torch.compile(call, dynamic=False)
-
-        return bind
+        return _anew(lambda _: torch.compile(call, dynamic=False))
 
     return {op: compiled(call) for op, call in _torch_calls().items()}
 
