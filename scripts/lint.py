@@ -96,7 +96,7 @@ Rule = Callable[[PatchSet], Iterator[Problem]]
 
 def main(argv: list[str]) -> int:
     """``lint``: one line for each problem; 1 when there is any."""
-    argparse.ArgumentParser(prog="nox -s lint --", description=__doc__).parse_args(argv)
+    argparse.ArgumentParser(prog="python -m scripts lint", description=__doc__).parse_args(argv)
     problems = check(ROOT)
     for problem in problems:
         print(problem)

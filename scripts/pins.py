@@ -388,7 +388,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nox -s pin --", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts pin", description=__doc__)
     parser.add_argument("releases", metavar="megatron==VERSION", nargs="+")
     parser.add_argument(
         "--clone", type=types.path, metavar="PATH", help="a Megatron-LM clone that has the releases' tags"

@@ -355,7 +355,7 @@ def lines(report: Report, release: str | None) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nox -s port --", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m scripts port", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("release", metavar="megatron==VERSION", nargs="?", help="a release, pinned or not")
     parser.add_argument("--tree", type=types.path, metavar="PATH", help="or a tree: a checkout, say")
     parser.add_argument(

@@ -34,7 +34,7 @@ HALF = "half applied (apply or revert completes it)"
 
 def main(argv: list[str]) -> int:
     """``status`` of a tree, a wheel or an environment; raises ExpectationError when ``--expect`` fails."""
-    parser = argparse.ArgumentParser(prog="nox -s status --", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts status", description=__doc__)
     places = parser.add_mutually_exclusive_group(required=True)
     places.add_argument("--tree", type=types.path, metavar="PATH", help="the tree to judge")
     places.add_argument("--wheel", type=types.path, metavar="FILE", help="or a wheel, which is not unpacked")
@@ -175,6 +175,10 @@ def expect(tree: Tree, expected: str, ops: tuple[str, ...], manifest: Manifest, 
         blocked = tree.in_the_way(overlay.added)
         if blocked is not None:
             raise blocked
+        if expected == "overlaid":
+            # What the tree's release has not got is not to be named as missing.
+            ops = plan(tree.read, manifest, overlay, ops).ops
+            what = f"overlaid ({', '.join(ops)})"
         problem = (
             mismatch(tree, ops, manifest, overlay)
             if expected == "overlaid"

@@ -271,7 +271,7 @@ def _accepted(version: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nox -s wheel --", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts wheel", description=__doc__)
     parser.add_argument(
         "release", nargs="?", metavar="megatron==VERSION", help="a pinned release, or the path of its wheel"
     )
