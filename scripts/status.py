@@ -143,11 +143,15 @@ def lines(tree: Tree, state: State, overlay: Overlay) -> list[str]:
 def _claim(tree: Tree, state: State, manifest: Manifest) -> str | None:
     """What is to be said of a tree whose ``package_info.py`` claims a release that its files are not of."""
     known = [file.releases for file in state.upstream if file.verdict != LEFT]
-    common = set(manifest.releases).intersection(*known)
+    common = set(manifest.known).intersection(*known)
     says = tree.says()
+    if state.upstream and len(common) == 1 and (preview := manifest.previews.get(*common)) is not None:
+        return (
+            f"a preview, not a release: upstream's commit {preview.commit}, as far as the touched files say"
+        )
     if not state.upstream or not common or says is None or says in common:
         return None
-    return caveat(tree, [release for release in manifest.releases if release in common])
+    return caveat(tree, [release for release in manifest.known if release in common])
 
 
 def _upstream(file: FileState) -> str:
