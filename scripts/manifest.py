@@ -49,8 +49,8 @@ class Release:
 class Preview:
     """A commit of upstream's main, before a release: its files are pinned, and it has no wheel.
 
-    ``version`` is the number that the commit gives itself, ``.preview+`` and the commit's first 8 digits. Files
-    are listed under it as under a release, and no release can have that name.
+    ``version`` is the number that the commit gives itself, ``.preview+`` and the commit's first 8 digits.
+    Files are listed under it as under a release, and no release can have that name.
     """
 
     version: str
