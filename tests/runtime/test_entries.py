@@ -490,9 +490,9 @@ def test_the_clamp_of_a_later_release_runs_on_the_kernel(
         torch.testing.assert_close(
             torch.autograd.grad(found.sum(), one), torch.autograd.grad(expected.sum(), other)
         )
-    for value in (None, 0.0, -1.0):
+    for value in (None, False, 0.0, -1.0):
         torch.testing.assert_close(ours(x, None, *weights, clamp_value=value), clamped_swiglu(x, 1e9) * scale)
-    assert counts(liger, name) == {"kernel": 6, "off": 0, "upstream": {}}
+    assert counts(liger, name) == {"kernel": 7, "off": 0, "upstream": {}}
 
 
 @pytest.mark.parametrize(

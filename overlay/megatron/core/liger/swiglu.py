@@ -153,7 +153,7 @@ class TakenOver:
         reason = later_option(self.options, given, (*_SWITCHES, CLAMP_VALUE))
         if CLAMP_VALUE in self.options:
             clamp = given.get(CLAMP_VALUE, self.options[CLAMP_VALUE].default)
-            if clamp is not None and type(clamp) not in (int, float):
+            if clamp is not None and not isinstance(clamp, (int, float)):
                 return reason or CLAMP, asked
             if clamp is not None and clamp > 0:  # upstream clamps at no other
                 asked[CLAMP_VALUE] = float(clamp)
