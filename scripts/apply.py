@@ -545,7 +545,7 @@ def _next(form: str, shown: str, *parity: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nox -s apply --", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts apply", description=__doc__)
     parser.add_argument(
         "release", nargs="?", metavar="megatron==VERSION", help="a pinned release, or the path of its wheel"
     )

@@ -65,7 +65,9 @@ class Options:
 
 def main(argv: list[str]) -> int:
     """``bench [megatron==V]``; raises OverlayError when refused."""
-    parser = argparse.ArgumentParser(prog="nox -s bench --", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts bench", description=(__doc__ or "").split("\n\n")[0]
+    )
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     return redraw(arguments) if arguments.plot else run(arguments)

@@ -25,7 +25,7 @@ _NO_NEWLINE = b"\\ No newline at end of file\n"
 
 def main(argv: list[str]) -> int:
     """``diff --tree PATH``: the diff on stdout. Raises StateError where upstream's part was edited."""
-    parser = argparse.ArgumentParser(prog="nox -s diff --", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts diff", description=__doc__)
     parser.add_argument("--tree", type=types.path, required=True, metavar="PATH", help="an overlaid tree")
     arguments = parser.parse_args(argv)
     manifest = load()

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts import arguments as types
 from scripts import patches
 from scripts.errors import OverlayError
-from scripts.manifest import Manifest, TouchedFile, load, order
+from scripts.manifest import PREVIEW, Manifest, TouchedFile, load, order
 from scripts.overlay import PACKAGE, ROOT, overlay_version, sha256
-from scripts.pins import definition
+from scripts.pins import blobs, definition
 
 LICENCE = b"# SPDX-License-Identifier: Apache-2.0\n"
 FIELDS = ("kind", "why", "upstream", "retires when")
@@ -95,9 +96,15 @@ Rule = Callable[[PatchSet], Iterator[Problem]]
 
 
 def main(argv: list[str]) -> int:
-    """``lint``: one line for each problem; 1 when there is any."""
-    argparse.ArgumentParser(prog="nox -s lint --", description=__doc__).parse_args(argv)
+    """``lint [--clone PATH]``: one line for each problem; 1 when there is any."""
+    parser = argparse.ArgumentParser(prog="python -m scripts lint", description=__doc__)
+    parser.add_argument(
+        "--clone", type=types.path, metavar="PATH", help="a Megatron-LM clone that has the previews' commits"
+    )
+    clone = parser.parse_args(argv).clone
     problems = check(ROOT)
+    if clone is not None and not problems:
+        problems = list(previews_are_of(load(ROOT), clone))
     for problem in problems:
         print(problem)
     print(f"{len(problems)} problems" if problems else f"the patch set is sound ({len(RULES)} rules)")
@@ -187,11 +194,34 @@ def releases_complete(s: PatchSet) -> Iterator[Problem]:
     """Each file names every release, and no other, in a variant or among those that lack the file."""
     for path, file in s.manifest.files.items():
         listed = {release for v in file.variants for release in v.releases} | {*file.absent}
-        for version in s.manifest.releases:
+        for version in s.manifest.known:
             if version not in listed:
                 yield Problem(FILES, 0, f"{path}: {version} has no variant, and is not said to lack the file")
-        for version in sorted(listed - set(s.manifest.releases), key=order):
+        for version in sorted(listed - set(s.manifest.known), key=order):
             yield Problem(FILES, 0, f"{path}: {version} is not in {RELEASES}")
+
+
+def previews_ahead(s: PatchSet) -> Iterator[Problem]:
+    """A preview is of a version that is still to come, and says where its files are from."""
+    for name, preview in s.manifest.previews.items():
+        newest = s.manifest.newest()
+        if s.manifest.releases and order(name.split(PREVIEW)[0]) <= order(newest):
+            yield Problem(RELEASES, 0, f"{name} is a preview, and {newest} is pinned")
+        if not preview.source:
+            yield Problem(RELEASES, 0, f"{name} lacks a source")
+
+
+def previews_are_of(manifest: Manifest, clone: Path) -> Iterator[Problem]:
+    """Each preview's files are those of its commit in a clone. Raises UsageError when the clone lacks it."""
+    for name, preview in manifest.previews.items():
+        found = blobs(clone, preview.commit, manifest.files)
+        for path, file in manifest.files.items():
+            pinned = next((v.sha256 for v in file.variants if name in v.releases), None)
+            theirs = sha256(found[path]) if path in found else None
+            if theirs != pinned:
+                words = [digest[:12] if digest else "no file" for digest in (pinned, theirs)]
+                message = f"{path}: {name} is {words[0]} here, {words[1]} in the commit"
+                yield Problem(FILES, 0, message, previews_are_of.__name__)
 
 
 def licenses_pinned(s: PatchSet) -> Iterator[Problem]:
@@ -390,6 +420,7 @@ RULES: tuple[Rule, ...] = (
     releases_pinned,
     variants_once,
     releases_complete,
+    previews_ahead,
     licenses_pinned,
     pins_have_tails,
     diffs_fit_pins,

@@ -46,6 +46,19 @@ class Release:
 
 
 @dataclass(frozen=True)
+class Preview:
+    """A commit of upstream's main, before a release: its files are pinned, and it has no wheel.
+
+    ``version`` is the number that the commit gives itself, ``.preview+`` and the commit's first 8 digits.
+    Files are listed under it as under a release, and no release can have that name.
+    """
+
+    version: str
+    commit: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Variant:
     """One known content of a touched file: the releases that have it, and a fingerprint per entry.
 
@@ -91,6 +104,12 @@ class Manifest:
     yanked: Mapping[str, str]
     files: Mapping[str, TouchedFile]
     licenses: tuple[License, ...] = ()
+    previews: Mapping[str, Preview] = field(default_factory=dict)
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The names that files are listed under: releases, then previews."""
+        return (*self.releases, *self.previews)
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -110,6 +129,14 @@ class Manifest:
         if version in self.yanked:
             reason = f"{version}, which upstream has withdrawn ({self.yanked[version]})"
             raise ReleaseError("patches/releases.json", f"one of {supported}", reason, remedy)
+        if version in self.previews:
+            commit = self.previews[version].commit
+            raise ReleaseError(
+                "patches/releases.json",
+                f"one of {supported}",
+                f"{version}, a preview, which has no wheel",
+                f"give --tree with a checkout of upstream's commit {commit}",
+            )
         if version not in self.releases:
             raise ReleaseError("patches/releases.json", f"one of {supported}", version, remedy)
         return self.releases[version]
@@ -135,6 +162,7 @@ def parse_spec(spec: str, example: str = "0.16.1") -> str:
 
 
 _VERSION = r"\d+(\.\d+)*(\.?[a-z]+\d*)?(\+[a-z0-9.]+)?"
+PREVIEW = ".preview+"
 
 
 def normalize(version: str) -> str:
@@ -160,7 +188,7 @@ def parse(releases: Any, files: Any) -> Manifest:
     for document in (r, f):
         if document.get("schema", int) != SCHEMA:
             document.fail("schema", str(SCHEMA), repr(document.value.get("schema")))
-    r.only("schema", "releases", "yanked", "licenses")
+    r.only("schema", "releases", "previews", "yanked", "licenses")
     f.only("schema", "files")
     pinned = {version: _release(version, node) for version, node in r.nodes("releases")}
     return Manifest(
@@ -168,11 +196,26 @@ def parse(releases: Any, files: Any) -> Manifest:
         yanked=r.get_texts("yanked"),
         files={path: _touched(path, node) for path, node in f.nodes("files")},
         licenses=tuple(_license(node) for node in r.list_nodes("licenses")),
+        previews={name: _preview(name, node) for name, node in r.nodes("previews")},
     )
 
 
+def preview_name(version: str, commit: str) -> str:
+    """The name of a preview: ``0.20.0.preview+d98e8a64``."""
+    return f"{version}{PREVIEW}{commit[:8]}"
+
+
+def _preview(name: str, node: _Checked) -> Preview:
+    node.only("commit", "source")
+    commit = node.text("commit", "[0-9a-f]{40}")
+    version = name.split(PREVIEW)[0]
+    if not re.fullmatch(r"\d+(\.\d+)*", version, re.ASCII) or name != preview_name(version, commit):
+        node.fail("", f"a version, then {PREVIEW}{commit[:8]}", repr(name))
+    return Preview(name, commit, node.get("source", str))
+
+
 def _release(version: str, node: _Checked) -> Release:
-    if not re.fullmatch(_VERSION, version, re.ASCII):
+    if not re.fullmatch(_VERSION, version, re.ASCII) or PREVIEW in version:
         node.fail("", "a version such as 0.16.1", repr(version))
     wheels = tuple(_pinned(version, child) for child in node.list_nodes("wheels"))
     sdist = _pinned(version, node.node("sdist")) if "sdist" in node.value else None

@@ -196,6 +196,8 @@ def text(checked: Sequence[Checked], manifest: Manifest, ops: Sequence[str], sec
     for op in ops:
         same = "; ".join(span(group) for group in groups(manifest, op))
         lines.append(f"{op}: the same entries in {same}; all calls in the last one of each")
+    for preview in manifest.previews.values():
+        lines.append(f"{preview.version}: a preview, not here; parity --tree CHECKOUT of {preview.commit}")
     problems = [f"{one.version}: {problem}" for one in checked for problem in one.problems]
     lines += [f"{FAILED}  {problem}" for problem in problems[: parity.MAX_PROBLEMS]]
     if len(problems) > parity.MAX_PROBLEMS:

@@ -48,10 +48,14 @@ class Pair:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """The call sites of those ops that are upstream's in the overlaid tree, too: a line each."""
+        """What a reader should know: that the tree is a preview, and the call sites of those ops that are
+        upstream's in the overlaid tree, too; a line each."""
         manifest = load()
         state = inspect(Tree(self.overlaid).read, manifest, load_overlay(manifest=manifest))
-        return tuple(f"{file.path} {stays(file)}" for file in state.left if file.op in self.ops)
+        left = [f"{file.path} {stays(file)}" for file in state.left if file.op in self.ops]
+        of = json.loads((self.overlaid / RECORD).read_text(encoding="utf-8"))["files_as_in"]
+        previews = [f"a preview, not a release: {name}" for name in of if name in manifest.previews]
+        return (*(previews if len(of) == 1 else ()), *left)
 
 
 def add_arguments(parser: argparse.ArgumentParser, more: str = "") -> None:

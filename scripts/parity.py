@@ -59,7 +59,9 @@ class Result:
 
 def main(argv: list[str]) -> int:
     """``parity megatron==V``, ``--tree PATH`` or ``all``; raises OverlayError when refused."""
-    parser = argparse.ArgumentParser(prog="nox -s parity --", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts parity", description=(__doc__ or "").split("\n\n")[0]
+    )
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.release == "all":

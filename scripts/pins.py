@@ -16,14 +16,25 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from scripts import arguments as types
 from scripts.errors import SourceError, UsageError
-from scripts.manifest import SCHEMA, Manifest, PinnedFile, TouchedFile, load, normalize, order, parse_spec
+from scripts.manifest import (
+    PREVIEW,
+    SCHEMA,
+    Manifest,
+    PinnedFile,
+    TouchedFile,
+    load,
+    normalize,
+    order,
+    parse_spec,
+    preview_name,
+)
 from scripts.overlay import ROOT, git_environment, sha256
 from scripts.source import digest, members, pip_environment, wheel_arguments
 
@@ -54,6 +65,9 @@ def main(argv: list[str]) -> int:
     """``pin megatron==V … [--clone PATH] [--write]``; raises SourceError when a release's files disagree."""
     arguments = _parser().parse_args(argv)
     versions = list(dict.fromkeys(parse_spec(release) for release in arguments.releases))
+    if bool(versions) == bool(arguments.preview) or (arguments.preview and not arguments.clone):
+        remedy = "write megatron==VERSION, or --preview COMMIT --clone PATH"
+        raise UsageError("command line", "releases, or a preview and a clone", "something else", remedy)
     untagged = {normalize(version) for version in arguments.untagged}
     manifest = load()
     releases, files, texts = _read("releases.json"), _read("files.json"), dict[str, bytes]()
@@ -65,13 +79,17 @@ def main(argv: list[str]) -> int:
         texts.update(draft(published, releases, files))
         finals = published.finals
         _say(published)
+    if arguments.preview:
+        name, commit, contents = gather_preview(arguments.clone, arguments.preview, manifest)
+        draft_preview(name, commit, contents, releases, files)
+        versions = [name]
     if arguments.write:
         for name, document in (("releases.json", releases), ("files.json", files)):
             (ROOT / "patches" / name).write_text(render(document), encoding="utf-8")
         for path, text in texts.items():
             (ROOT / path).write_bytes(text)
     else:
-        keys = {"releases": set(versions), "yanked": set(versions)}
+        keys = {key: set(versions) for key in ("releases", "previews", "yanked")}
         shown = {k: {v: n for v, n in releases[k].items() if v in wanted} for k, wanted in keys.items()}
         print(render({**shown, "licenses": releases["licenses"], "files": files["files"]}), end="")
     for version in _forgotten(finals, releases):
@@ -147,6 +165,8 @@ def draft(published: Published, releases: dict[str, Any], files: dict[str, Any])
     if published.yanked is not None:
         releases["yanked"][version] = published.yanked
         return {}
+    if any(order(name.split(PREVIEW)[0]) <= order(version) for name in releases["previews"]):
+        _drop_previews(releases, files)
     license_source, new = _draft_license(published, releases)
     tag = f" and in git tag {published.tag}" if published.tag else ""
     releases["releases"][version] = {
@@ -163,6 +183,50 @@ def draft(published: Published, releases: dict[str, Any], files: dict[str, Any])
     for path, node in files["files"].items():
         _draft_file(published, path, node)
     return new
+
+
+def gather_preview(clone: Path, commit: str, manifest: Manifest) -> tuple[str, str, dict[str, bytes]]:
+    """The name of a preview, its whole commit, and the touched files in it.
+
+    Raises UsageError for a clone that lacks the commit, or a commit that does not say its version.
+    """
+    full = _git(clone, commit, "rev-parse", "--verify", "--end-of-options", f"{commit}^{{commit}}").decode()
+    full, info = full.strip(), "megatron/core/package_info.py"
+    text = blobs(clone, full, [info]).get(info, b"").decode(errors="replace")
+    parts = [re.search(rf"^{name} = (\d+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]
+    version = ".".join(part[1] for part in parts if part)
+    if version.count(".") != 2:
+        remedy = "take a commit of Megatron-LM's main"
+        raise UsageError(f"commit {full}", f"a version in {info}", version or "none", remedy)
+    return preview_name(version, full), full, blobs(clone, full, manifest.files)
+
+
+def draft_preview(
+    name: str, commit: str, contents: Mapping[str, bytes], releases: dict[str, Any], files: dict[str, Any]
+) -> None:
+    """Put a preview in the place of any other.
+
+    Raises UsageError for one of a version that is pinned, or older.
+    """
+    version, newest = name.split(PREVIEW)[0], max(releases["releases"], key=order)
+    if order(version) <= order(newest):
+        raise UsageError("--preview", f"a commit past {newest}", version, f"pin megatron=={version}")
+    _drop_previews(releases, files)
+    source = f"upstream's main, commit {commit}"
+    releases["previews"][name] = {"commit": commit, "source": source}
+    for path, node in files["files"].items():
+        _draft_file(Published(name, (), None, contents, source), path, node)
+
+
+def _drop_previews(releases: dict[str, Any], files: dict[str, Any]) -> None:
+    for name in releases["previews"]:
+        for node in files["files"].values():
+            for variant in node["variants"]:
+                variant["releases"] = [r for r in variant["releases"] if r != name]
+            node["variants"] = [v for v in node["variants"] if v["releases"]]
+            absent = [r for r in node.pop("absent", []) if r != name]
+            node.update({"absent": absent} if absent else {})
+    releases["previews"] = {}
 
 
 def _draft_license(published: Published, releases: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
@@ -226,6 +290,8 @@ def _in_order(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _source(published: Published) -> str:
+    if not published.wheels and published.tag is not None:
+        return published.tag
     names = [w.filename for w in published.wheels]
     wheel = next((n for n in names if "-cp311-" in n and "x86_64" in n), names[0])
     tag = f" and git tag {published.tag}, same bytes" if published.tag else ""
@@ -361,6 +427,20 @@ def _sdist_members(path: Path, wanted: Mapping[str, TouchedFile]) -> Iterator[tu
                 yield inner, file.read()
 
 
+def blobs(clone: Path, commit: str, paths: Iterable[str]) -> dict[str, bytes]:
+    """The files of ``paths`` that a commit has. Raises UsageError for a clone that lacks the commit."""
+    said = _git(clone, commit, "ls-tree", "--name-only", "--full-tree", commit, "--", *paths).decode()
+    return {path: _git(clone, commit, "show", f"{commit}:{path}") for path in said.splitlines()}
+
+
+def _git(clone: Path, commit: str, *words: str) -> bytes:
+    done = subprocess.run(["git", "-C", str(clone), *words], env=git_environment(), capture_output=True)
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["no word"]
+        raise UsageError("--clone", f"a clone that has commit {commit}", said[-1], "fetch the commit")
+    return done.stdout
+
+
 def _listed(clone: Path, tag: str, wanted: Mapping[str, TouchedFile]) -> list[str]:
     command = ["git", "-C", str(clone), "ls-tree", "--name-only", "--full-tree", tag, "--", *wanted]
     done = subprocess.run(command, env=git_environment(), capture_output=True, check=True, text=True)
@@ -388,8 +468,11 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nox -s pin --", description=__doc__)
-    parser.add_argument("releases", metavar="megatron==VERSION", nargs="+")
+    parser = argparse.ArgumentParser(prog="python -m scripts pin", description=__doc__)
+    parser.add_argument("releases", metavar="megatron==VERSION", nargs="*")
+    parser.add_argument(
+        "--preview", type=types.text, metavar="COMMIT", help="or a commit of main in the clone, by its files"
+    )
     parser.add_argument(
         "--clone", type=types.path, metavar="PATH", help="a Megatron-LM clone that has the releases' tags"
     )

@@ -343,19 +343,23 @@ def lines(report: Report, release: str | None) -> list[str]:
     if release is not None:
         text.append(f"  pins: python -m scripts pin {release} --clone CLONE --write, then lint")
     elif unknown:
-        text.append("  pins: of a release; a development commit is known by its files only")
+        text.append(
+            "  pins: of main, python -m scripts pin --preview COMMIT --clone CLONE --write, then lint"
+        )
     where = f"--tree {report.new}" if release is None else release
-    for command, of in (
+    for name, of in (
         ("parity", "every call against the pristine tree and float64"),
         ("train", "a step, gradients and checkpoints"),
         ("tests", "with a variant that is new, on a GPU too"),
     ):
-        text.append(f"  {command}: nox -s {command}{'' if command == 'tests' else f' -- {where}'} ({of})")
+        text.append(f"  {name}: python -m scripts {name}{'' if name == 'tests' else f' {where}'} ({of})")
     return text
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nox -s port --", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts port", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("release", metavar="megatron==VERSION", nargs="?", help="a release, pinned or not")
     parser.add_argument("--tree", type=types.path, metavar="PATH", help="or a tree: a checkout, say")
     parser.add_argument(

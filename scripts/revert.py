@@ -37,7 +37,7 @@ class Reverted:
 
 def main(argv: list[str]) -> int:
     """``revert --tree PATH``; raises OverlayError when refused, before the first write."""
-    parser = argparse.ArgumentParser(prog="nox -s revert --", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts revert", description=__doc__)
     parser.add_argument(
         "--tree", type=types.path, required=True, metavar="PATH", help="the tree to take it out of"
     )

@@ -34,7 +34,7 @@ HALF = "half applied (apply or revert completes it)"
 
 def main(argv: list[str]) -> int:
     """``status`` of a tree, a wheel or an environment; raises ExpectationError when ``--expect`` fails."""
-    parser = argparse.ArgumentParser(prog="nox -s status --", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts status", description=__doc__)
     places = parser.add_mutually_exclusive_group(required=True)
     places.add_argument("--tree", type=types.path, metavar="PATH", help="the tree to judge")
     places.add_argument("--wheel", type=types.path, metavar="FILE", help="or a wheel, which is not unpacked")
@@ -143,11 +143,15 @@ def lines(tree: Tree, state: State, overlay: Overlay) -> list[str]:
 def _claim(tree: Tree, state: State, manifest: Manifest) -> str | None:
     """What is to be said of a tree whose ``package_info.py`` claims a release that its files are not of."""
     known = [file.releases for file in state.upstream if file.verdict != LEFT]
-    common = set(manifest.releases).intersection(*known)
+    common = set(manifest.known).intersection(*known)
     says = tree.says()
+    if state.upstream and len(common) == 1 and (preview := manifest.previews.get(*common)) is not None:
+        return (
+            f"a preview, not a release: upstream's commit {preview.commit}, as far as the touched files say"
+        )
     if not state.upstream or not common or says is None or says in common:
         return None
-    return caveat(tree, [release for release in manifest.releases if release in common])
+    return caveat(tree, [release for release in manifest.known if release in common])
 
 
 def _upstream(file: FileState) -> str:
@@ -175,6 +179,10 @@ def expect(tree: Tree, expected: str, ops: tuple[str, ...], manifest: Manifest, 
         blocked = tree.in_the_way(overlay.added)
         if blocked is not None:
             raise blocked
+        if expected == "overlaid":
+            # What the tree's release has not got is not to be named as missing.
+            ops = plan(tree.read, manifest, overlay, ops).ops
+            what = f"overlaid ({', '.join(ops)})"
         problem = (
             mismatch(tree, ops, manifest, overlay)
             if expected == "overlaid"

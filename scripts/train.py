@@ -206,7 +206,9 @@ class Result:
 
 def main(argv: list[str]) -> int:
     """``train megatron==V``; raises OverlayError when refused."""
-    parser = argparse.ArgumentParser(prog="nox -s train --", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts train", description=(__doc__ or "").split("\n\n")[0]
+    )
     add_arguments(parser)
     return run(parser.parse_args(argv))
 

@@ -258,7 +258,7 @@ def plan(
         if f.path not in overlay.added and f.verdict == OVERLAID
     ]
     common = set.intersection(*as_in) if as_in else set()
-    files_as_in = tuple(version for version in manifest.releases if version in common)
+    files_as_in = tuple(version for version in manifest.known if version in common)
     document = _document(overlay, release, files_as_in, ops, adds + writes, bases)
     work = (*adds, *restores, *writes, *stale)
     # What another overlay changed in a content that this one does not know is taken back, and then left.

@@ -122,7 +122,11 @@ def patch(
     """
     planned = plan(upstream.files.get, manifest, overlay, ops, release)
     if license is None:
-        version = release.version if release else ([manifest.newest(), *planned.files_as_in])[-1]
+        version = (
+            release.version
+            if release
+            else ([manifest.newest(), *(v for v in planned.files_as_in if v in manifest.releases)])[-1]
+        )
         license = pinned_license(manifest, version)
     wheel, data = repack(upstream, planned.after(), read_licenses(license), overlay.version)
     return Patched(wheel, data, planned, upstream)
@@ -271,7 +275,7 @@ def _accepted(version: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nox -s wheel --", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts wheel", description=__doc__)
     parser.add_argument(
         "release", nargs="?", metavar="megatron==VERSION", help="a pinned release, or the path of its wheel"
     )

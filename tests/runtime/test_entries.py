@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ENTRIES = ("bias_swiglu_impl", "weighted_bias_swiglu_impl")
@@ -456,6 +457,64 @@ def test_release_without_the_weighted_form(liger: ModuleType, device: torch.devi
         names["bias_swiglu_impl"](x, None, cpu_offload_input=False)
 
 
+def clamped_swiglu(x: torch.Tensor, limit: float) -> torch.Tensor:
+    gate, up = x.float().chunk(2, -1)
+    return (F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(x.dtype)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_clamp_of_a_later_release_runs_on_the_kernel(
+    liger: ModuleType, device: torch.device, weighted: bool
+) -> None:
+    """By position and by name; what is None or not positive clamps nothing, as upstream has it."""
+
+    def upstream(input: Any, bias: Any, fp8_input_store: Any = False, clamp_value: Any = None) -> object:
+        return "upstream", clamp_value
+
+    def upstream_weighted(
+        input: Any, bias: Any, weights: Any, fp8_input_store: Any = False, clamp_value: Any = None
+    ) -> object:
+        return "upstream", clamp_value
+
+    name = "weighted_bias_swiglu_impl" if weighted else "bias_swiglu_impl"
+    ours = tail({"bias_swiglu_impl": upstream, "weighted_bias_swiglu_impl": upstream_weighted})[name]
+    x = torch.linspace(-3, 3, 32, device=device).view(2, 16)
+    x[0, 0], x[0, 8] = 0.5, -0.5  # at the clamp, where the gradient passes
+    weights = (torch.tensor([[2.0], [0.5]], device=device),) if weighted else ()
+    scale = weights[0] if weighted else 1.0
+    for options, named in (((False, 0.5), {}), ((), {"clamp_value": 0.5}), ((), {"clamp_value": 1})):
+        limit = float(named.get("clamp_value", 0.5))
+        one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        found, expected = ours(one, None, *weights, *options, **named), clamped_swiglu(other, limit) * scale
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(found.sum(), one), torch.autograd.grad(expected.sum(), other)
+        )
+    for value in (None, False, 0.0, -1.0):
+        torch.testing.assert_close(ours(x, None, *weights, clamp_value=value), clamped_swiglu(x, 1e9) * scale)
+    assert counts(liger, name) == {"kernel": 7, "off": 0, "upstream": {}}
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        ({"clamp_value": 1.0, "fp8_input_store": True}, "clamp_value together with fp8_input_store"),
+        ({"clamp_value": "much"}, "a clamp that is no number"),
+        ({"clamp_value": torch.tensor(1.0)}, "a clamp that is no number"),
+    ],
+)
+def test_a_clamp_that_falls_back(
+    liger: ModuleType, device: torch.device, named: dict[str, Any], reason: str
+) -> None:
+    def upstream(input: Any, bias: Any, fp8_input_store: Any = False, clamp_value: Any = None) -> object:
+        return fp8_input_store, clamp_value
+
+    ours = tail({"bias_swiglu_impl": upstream})["bias_swiglu_impl"]
+    given = ours(torch.ones(2, 8, device=device), None, **named)
+    assert given == (named.get("fp8_input_store", False), named["clamp_value"])
+    assert counts(liger, "bias_swiglu_impl") == {"kernel": 0, "off": 0, "upstream": {reason: 1}}
+
+
 @pytest.mark.parametrize("value", [7.0, 0.0])
 def test_option_of_a_later_release(liger: ModuleType, device: torch.device, value: float) -> None:
     def bias_swiglu_impl(
@@ -463,17 +522,17 @@ def test_option_of_a_later_release(liger: ModuleType, device: torch.device, valu
         bias: Any,
         fp8_input_store: Any = False,
         cpu_offload_input: Any = False,
-        clamp_value: Any = None,
+        slope: Any = None,
     ) -> object:
-        return "upstream", clamp_value
+        return "upstream", slope
 
     ours = tail({"bias_swiglu_impl": bias_swiglu_impl})["bias_swiglu_impl"]
     x = torch.ones(2, 8, device=device)
     assert ours(x, None, False, False, None).shape == (2, 4)
-    assert ours(x, None, clamp_value=None).shape == (2, 4)
+    assert ours(x, None, slope=None).shape == (2, 4)
     assert ours(x, None, False, False, value) == ("upstream", value)
-    assert ours(x, None, clamp_value=value) == ("upstream", value)
-    assert counts(liger, "bias_swiglu_impl") == {"kernel": 2, "off": 0, "upstream": {"clamp_value": 2}}
+    assert ours(x, None, slope=value) == ("upstream", value)
+    assert counts(liger, "bias_swiglu_impl") == {"kernel": 2, "off": 0, "upstream": {"slope": 2}}
 
 
 def test_option_that_is_on_by_default_is_never_dropped(liger: ModuleType, device: torch.device) -> None:

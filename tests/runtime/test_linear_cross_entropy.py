@@ -289,6 +289,7 @@ REASONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "backward hook": ("HOOKS", lambda call: call.layer.register_full_backward_hook(lambda *_: None)),
     "backward pre-hook": ("HOOKS", lambda call: call.layer.register_full_backward_pre_hook(lambda *_: None)),
     "deferred": ("DEFERRED", _set("layer.config.defer_embedding_wgrad_compute", True)),
+    "logits' dtype": ("LOGIT_DTYPE", _set("layer.output_dtype", torch.float32)),
     "bias": ("BIAS", _set("layer.bias", torch.nn.Parameter(torch.zeros(32)))),
     "sharded": ("SHARDED", _set("layer.gtp_remat_size", 2)),
     "Megatron's FSDP": ("SHARDED", _set("layer.weight.__fsdp_param__", True)),

@@ -65,6 +65,14 @@ def test_an_op_without_any_file_is_left_out(world: Any) -> None:
         w.apply("beta")
 
 
+def test_an_op_that_the_release_has_not_got_is_not_named_as_missing(world: Any) -> None:
+    w = older(world, BETA, BETA2, GAMMA)
+    with pytest.raises(ExpectationError) as caught:
+        expect(w.tree, "overlaid", ("alpha", "beta"), w.manifest, w.overlay)
+    assert caught.value.expected == "overlaid (alpha)"
+    assert caught.value.remedy.endswith("--ops alpha")
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_release_that_has_the_file_needs_it(world: Any, named: bool) -> None:
     w = older(world, BETA2)

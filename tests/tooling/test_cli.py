@@ -214,6 +214,7 @@ def test_usage() -> None:
     assert shown.returncode == 0
     for command in cli.COMMANDS:
         assert command in shown.stdout
+    assert run("status", "--help").stdout.startswith("usage: python -m scripts status")
 
 
 def test_tests_passes_arguments_on() -> None:

@@ -15,7 +15,18 @@ import pytest
 from scripts import lint
 from scripts.errors import ExpectationError
 from scripts.lint import PatchSet, Rule
-from scripts.manifest import License, Manifest, PinnedFile, Release, TouchedFile, Variant, load, parse
+from scripts.manifest import (
+    License,
+    Manifest,
+    PinnedFile,
+    Preview,
+    Release,
+    TouchedFile,
+    Variant,
+    load,
+    parse,
+    preview_name,
+)
 from scripts.overlay import ROOT, sha256
 
 PATH = "megatron/core/fusions/alpha.py"
@@ -111,6 +122,12 @@ def with_release(**changes: Any) -> PatchSet:
     return replace(patch_set, manifest=replace(patch_set.manifest, releases={"1.0": release}))
 
 
+def with_preview(version: str, source: str = "made here") -> PatchSet:
+    patch_set, commit = sound(), "0" * 40
+    preview = Preview(preview_name(version, commit), commit, source)
+    return replace(patch_set, manifest=replace(patch_set.manifest, previews={preview.version: preview}))
+
+
 def with_license(**changes: Any) -> PatchSet:
     patch_set = sound()
     text = replace(patch_set.manifest.licenses[0], **changes)
@@ -151,6 +168,9 @@ BROKEN: list[tuple[Rule, PatchSet, str]] = [
         with_file(variants=(VARIANT, replace(VARIANT, sha256="e" * 64))),
         "1.0 is listed twice",
     ),
+    (lint.previews_ahead, with_preview("1.0"), "is a preview, and 1.0 is pinned"),
+    (lint.previews_ahead, with_preview("1.1", source=""), "lacks a source"),
+    (lint.releases_complete, with_preview("1.1"), "has no variant"),
     (lint.variants_once, with_file(absent=("1.0",)), "1.0 is listed twice"),
     (lint.variants_once, with_variant(releases=("1.10", "1.9")), "1.10, 1.9 are not in order"),
     (lint.variants_once, with_file(absent=("3", "2")), "3, 2 are not in order"),

@@ -195,7 +195,7 @@ def test_a_draft_keeps_variants_and_releases_in_order() -> None:
     pins.draft(published(OTHER, version="0.12.10"), releases, files)
     assert list(parse(releases, files).releases)[3:6] == ["0.12.3", "0.12.10", "0.13.0"]
     firsts = [variant["releases"][0] for variant in files["files"][PATH]["variants"]]
-    assert firsts == ["0.12.0", "0.12.1", "0.12.10", "0.13.0"]
+    assert firsts == ["0.12.0", "0.12.1", "0.12.10", "0.13.0", *load().previews]
     for _ in range(2):  # a file that was thought to be missing, and one that is missing now
         pins.draft(published(OTHER, version="0.12.10", files={}), releases, files)
         assert files["files"][PATH]["absent"] == ["0.12.10"]

@@ -32,6 +32,7 @@ LAYER = "an output layer that is no plain ColumnParallelLinear"
 HOOKS = "hooks on the output layer"
 DEFERRED = "the weight's gradient is deferred (defer_embedding_wgrad_compute)"
 BIAS = "an output layer with a bias"
+LOGIT_DTYPE = "logits of a dtype of their own"
 GATHERED = "logits gathered over the tensor-parallel ranks"
 NO_REDUCE = "an output layer that does not reduce its gradient"
 SHARDED = "a weight that is sharded otherwise than over the vocabulary"
@@ -175,6 +176,8 @@ def _of_layer(call: Call, ranks_sharing: int) -> str | None:
         return DEFERRED
     if layer.bias is not None:
         return BIAS
+    if getattr(layer, "output_dtype", None) is not None:
+        return LOGIT_DTYPE
     if getattr(layer, "gtp_remat_size", 1) != 1:
         return SHARDED
     if ranks_sharing > 1:

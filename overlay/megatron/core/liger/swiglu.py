@@ -23,6 +23,9 @@ _MODULE = OP.entry("LigerMegatronSwiGLU")
 
 FP8_INPUT_STORE = "fp8_input_store"
 CPU_OFFLOAD_INPUT = "cpu_offload_input"
+CLAMP_VALUE = "clamp_value"
+CLAMP = "a clamp that is no number"
+CLAMP_AND_FP8 = "clamp_value together with fp8_input_store"
 FP8_DEVICE = "fp8_input_store on a GPU below compute capability 8.9"
 _SWITCHES = (FP8_INPUT_STORE, CPU_OFFLOAD_INPUT)
 OPTIONS = "options that upstream's function does not have"
@@ -142,12 +145,21 @@ class TakenOver:
         if len(given) != len(options) or not named.keys() <= self.options.keys() - given.keys():
             return OPTIONS, {}
         given.update(named)
-        asked = {
+        asked: dict[str, Any] = {
             name: True
             for name in _SWITCHES
             if name in self.options and given.get(name, self.options[name].default)
         }
-        return later_option(self.options, given, _SWITCHES), asked
+        reason = later_option(self.options, given, (*_SWITCHES, CLAMP_VALUE))
+        if CLAMP_VALUE in self.options:
+            clamp = given.get(CLAMP_VALUE, self.options[CLAMP_VALUE].default)
+            if clamp is not None and not isinstance(clamp, (int, float)):
+                return reason or CLAMP, asked
+            if clamp is not None and clamp > 0:  # upstream clamps at no other
+                asked[CLAMP_VALUE] = float(clamp)
+                if asked.get(FP8_INPUT_STORE):
+                    reason = reason or CLAMP_AND_FP8
+        return reason, asked
 
     def __call__(
         self, tensors: tuple[torch.Tensor, ...], options: Sequence[Any], named: Mapping[str, Any]
