@@ -101,9 +101,10 @@ class Tree:
                 folder = target.parent
                 while not folder.exists():
                     folder = folder.parent
-                for item in (target, folder):
-                    if item.exists():
-                        self._require_writable(item)
+                self._require_writable(folder)
+                if target.exists():
+                    self._require_writable(target)
+                    self._require_removable(target)  # a rename over it is what a sticky folder forbids, too
                 if self.temporary(path).is_dir():
                     name = self.temporary(path).relative_to(self.root).as_posix()
                     remedy = move_away(self.temporary(path))
