@@ -28,9 +28,8 @@ TEMPORARY = ".liger-overlay.tmp"
 class Tree:
     """The files below ``root``; paths are posix and relative to it."""
 
-    def __init__(self, root: Path, *, durable: bool = True) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.durable = durable
 
     @classmethod
     def locate(cls, path: Path) -> Tree:
@@ -182,8 +181,7 @@ class Tree:
             # Bytecode is checked against whole seconds and the size.
             if old and int(os.fstat(fd).st_mtime) <= int(old.st_mtime):
                 os.utime(fd, (int(old.st_mtime) + 1, int(old.st_mtime) + 1))
-            if self.durable:
-                os.fsync(fd)
+            os.fsync(fd)
         finally:
             os.close(fd)
         os.replace(temporary, target)
