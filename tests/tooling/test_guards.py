@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,3 +133,53 @@ def test_somebodys_file_at_a_path_of_ours_is_left_by_revert(world: Any) -> None:
     mine.unlink()
     mine.parent.rmdir()
     assert world.snapshot() == before
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the file system say that it has so much room."""
+    real = os.statvfs
+
+    def set_free(blocks: int, *, size: int = 1 << 20) -> None:
+        fields = {"f_bavail": blocks, "f_bfree": blocks, "f_frsize": 512, "f_blocks": size}
+        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=real(path).f_flag, **fields))
+
+    return set_free
+
+
+@pytest.mark.parametrize("form", ["world", "installed"])
+def test_a_disk_without_room_is_told_before_the_first_write(
+    form: str, request: pytest.FixtureRequest, disk: Callable[..., None]
+) -> None:
+    world = request.getfixturevalue(form)
+    disk(0)
+    error = refused(world, world.apply, TreeError)
+    assert error.file == str(world.root)
+    assert (error.found, error.remedy) == ("0 bytes", "free some space there, or use a copy elsewhere")
+    needed = int(error.expected.split()[0])
+    assert needed % 512 == 0
+    disk(needed // 512 - 1)
+    refused(world, world.apply, TreeError)
+    disk(needed // 512)
+    world.apply()
+    disk(0)
+    assert not world.apply().changes
+    world.revert()  # gives room back, and never asks for it
+
+
+def test_the_room_that_apply_asks_for_is_what_it_takes(world: Any, disk: Callable[..., None]) -> None:
+    def taken() -> int:
+        files = [p for p in world.root.rglob("*") if p.is_file()]
+        return sum(-(-p.stat().st_size // 512) * 512 for p in files)
+
+    disk(0)
+    needed = int(refused(world, world.apply, TreeError).expected.split()[0])
+    before = taken()
+    disk(1 << 20)
+    world.apply()
+    assert 0 <= needed - (taken() - before) <= 4096  # the largest file, for a moment twice
+
+
+def test_a_file_system_that_does_not_say_what_it_has(world: Any, disk: Callable[..., None]) -> None:
+    disk(0, size=0)
+    world.apply()
