@@ -385,8 +385,8 @@ def _check(
             )
     if logit_scale == 0.0 or not abs(logit_scale) < float("inf"):
         raise ValueError(f"{NAME}: logit_scale is {logit_scale}; it must be finite and not zero")
-    if not budget_mb > 0:
-        raise ValueError(f"{NAME}: budget_mb is {budget_mb}; it must be above 0")
+    if not 0 < budget_mb < 2**43:  # its bytes fit an int64
+        raise ValueError(f"{NAME}: budget_mb is {budget_mb}; it must be above 0 and below 2**43")
 
 
 def linear_cross_entropy(

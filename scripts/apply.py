@@ -179,6 +179,8 @@ def prepare(tree: Tree, planned: Plan) -> Work:
     if work.changes:
         written = [*(a.path for a in actions), *([installed.path] if installed else [])]
         tree.require_writable(written, remnants=work.remnants)
+        sizes = {action.path: len(action.after) for action in actions if action.kind != "remove"}
+        tree.require_space(sizes if installed is None else {**sizes, installed.path: len(installed.after)})
     return work
 
 

@@ -19,6 +19,7 @@ _CAUSES = {
     errno.ENOSPC: "free some space there",
     errno.EDQUOT: "free some space there (a quota is used up)",
     errno.EROFS: "mount the file system writable, or work elsewhere",
+    errno.EFBIG: "raise the limit on a file's size (ulimit -f)",
     errno.ENAMETOOLONG: "use a shorter path",
 }
 

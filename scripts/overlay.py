@@ -69,7 +69,7 @@ class Overlay:
 class Extended:
     """An extended or a patched file, taken apart. ``base`` is upstream's file when ``base_intact``.
 
-    ``hunks`` are those of a patched file.
+    ``hunks`` are those of a patched file, ``upstream`` is the hash of upstream's file by the marker.
     """
 
     base: bytes
@@ -79,6 +79,7 @@ class Extended:
     base_intact: bool
     tail_intact: bool
     hunks: tuple[patches.Hunk, ...] = ()
+    upstream: str = ""
 
     @property
     def intact(self) -> bool:
@@ -144,6 +145,7 @@ def _parts(data: bytes, marker: re.Match[bytes]) -> Extended:
         base_intact=whole and sha256(base) == marker[3].decode(),
         tail_intact=sha256(tail) == marker[6].decode(),
         hunks=hunks,
+        upstream=marker[3].decode(),
     )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,10 +124,13 @@ def plan_revert(tree: Tree, manifest: Manifest, overlay: Overlay) -> Reverted:
     return planned
 
 
-def recorded_lines(tree: Tree, state: State) -> tuple[str, bytes, bytes] | None:
+def recorded_lines(
+    tree: Tree, state: State, bases: Mapping[str, bytes] | None = None
+) -> tuple[str, bytes, bytes] | None:
     """RECORD of an installed tree: its path, its bytes, and those without the overlay's lines.
 
-    Raises StateError for a file that is no longer the one that its line is of.
+    ``bases`` are upstream's bytes of files that do not tell them. Raises StateError for a file that is no
+    longer the one that its line is of.
     """
     path = tree.installed_record()
     if path is None:
@@ -137,7 +141,7 @@ def recorded_lines(tree: Tree, state: State) -> tuple[str, bytes, bytes] | None:
         known.setdefault(file.path, [])
         if file.verdict == OVERLAID and file.data is not None:
             known[file.path].append(sha256(file.data))
-    after = without_overlay(before, known, known_bases(state))
+    after = without_overlay(before, known, {**known_bases(state), **(bases or {})})
     left = orphan(after, known, {})
     if left is not None:
         raise unlike_record(left)

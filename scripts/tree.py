@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -28,9 +28,8 @@ TEMPORARY = ".liger-overlay.tmp"
 class Tree:
     """The files below ``root``; paths are posix and relative to it."""
 
-    def __init__(self, root: Path, *, durable: bool = True) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.durable = durable
 
     @classmethod
     def locate(cls, path: Path) -> Tree:
@@ -101,9 +100,10 @@ class Tree:
                 folder = target.parent
                 while not folder.exists():
                     folder = folder.parent
-                for item in (target, folder):
-                    if item.exists():
-                        self._require_writable(item)
+                self._require_writable(folder)
+                if target.exists():
+                    self._require_writable(target)
+                    self._require_removable(target)  # a rename over it is what a sticky folder forbids, too
                 if self.temporary(path).is_dir():
                     name = self.temporary(path).relative_to(self.root).as_posix()
                     remedy = move_away(self.temporary(path))
@@ -113,6 +113,23 @@ class Tree:
                     self._require_removable(item)
             for path in remnants:
                 self._require_removable(self.path(path))
+
+    def require_space(self, sizes: Mapping[str, int]) -> None:
+        """Raise TreeError unless there is room for files of these sizes, each beside what it replaces."""
+        with working(self.root):
+            disk = os.statvfs(self.path("megatron/core"))
+            free = (disk.f_bavail if os.geteuid() else disk.f_bfree) * disk.f_frsize
+            needed = largest = 0
+            for path, size in sizes.items():
+                target = self.path(path)
+                old = target.stat().st_size if target.exists() else 0
+                new, old = (-(-length // disk.f_frsize) * disk.f_frsize for length in (size, old))
+                needed, largest = needed + max(new - old, 0), max(largest, new)
+        # Some file systems do not say what they have.
+        if disk.f_blocks and free < needed + largest:
+            expected = f"{needed + largest} bytes of free space, so that nothing is left half done"
+            remedy = "free some space there, or use a copy elsewhere"
+            raise TreeError(self.root, expected, f"{free} bytes", remedy)
 
     def _require_writable(self, item: Path) -> None:
         problem = obstacle(item, self.root)
@@ -181,8 +198,7 @@ class Tree:
             # Bytecode is checked against whole seconds and the size.
             if old and int(os.fstat(fd).st_mtime) <= int(old.st_mtime):
                 os.utime(fd, (int(old.st_mtime) + 1, int(old.st_mtime) + 1))
-            if self.durable:
-                os.fsync(fd)
+            os.fsync(fd)
         finally:
             os.close(fd)
         os.replace(temporary, target)

@@ -613,7 +613,7 @@ def test_refusals(device: torch.device) -> None:
     for scale in (0.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="logit_scale"):
             call(hidden, weight, target, logit_scale=scale)
-    for budget in (0, -1.0, float("nan")):
+    for budget in (0, -1.0, float("nan"), float("inf"), 1e308, 2**43):
         with pytest.raises(ValueError, match="budget_mb"):
             call(hidden, weight, target, budget_mb=budget)
 

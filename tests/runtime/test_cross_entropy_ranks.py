@@ -186,6 +186,7 @@ def test_off_on_all_ranks(tmp_path: Path, overlaid_tree: Path) -> None:
 # Of rank 1, and what every message says of it.
 ODD: dict[str, tuple[dict[str, str], str]] = {
     "off": ({"LIGER_MEGATRON": "0"}, "LIGER_MEGATRON=0"),
+    "off, Triton's other yes": ({"LIGER_MEGATRON": "0", "TRITON_INTERPRET": "true"}, "LIGER_MEGATRON=0"),
     "another op off": ({"LIGER_MEGATRON": "-swiglu"}, "LIGER_MEGATRON=cross_entropy"),
     "partition": (
         {"LIGER_MEGATRON_LABEL_SMOOTHING": "partition"},

@@ -466,17 +466,6 @@ def test_off_by_default_and_said_so(python: Python) -> None:
         assert data["linear_ce_mb"] == 512
 
 
-@pytest.mark.parametrize(("value", "right"), [("", 512.0), ("64", 64.0), (" 0.5 ", 0.5), ("1e3", 1000.0)])
-def test_budget(liger: ModuleType, value: str, right: float) -> None:
-    assert liger.settings.read({"LIGER_MEGATRON_LINEAR_CE_MB": value}).linear_ce_mb == right
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "512MB", "a"])
-def test_wrong_budget(liger: ModuleType, value: str) -> None:
-    with pytest.raises(liger.SettingsError, match="right is a number of MiB above 0"):
-        liger.settings.read({"LIGER_MEGATRON_LINEAR_CE_MB": value})
-
-
 @pytest.mark.parametrize(
     ("value", "enabled"),
     [

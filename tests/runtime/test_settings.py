@@ -89,6 +89,25 @@ def test_label_smoothing(settings: ModuleType, value: str, scope: str) -> None:
     assert settings.read({"LIGER_MEGATRON_LABEL_SMOOTHING": value}).label_smoothing == scope
 
 
+@pytest.mark.parametrize(
+    ("value", "right"), [("", 512.0), ("64", 64.0), (" 0.5 ", 0.5), ("1e3", 1000.0), ("1e12", 1e12)]
+)
+def test_budget(settings: ModuleType, value: str, right: float) -> None:
+    assert settings.read({"LIGER_MEGATRON_LINEAR_CE_MB": value}).linear_ce_mb == right
+
+
+@pytest.mark.parametrize(
+    "value", ["0", "-0.0", "-1", "nan", "inf", "-inf", "1e308", "1e309", "8796093022208", "512MB", "a"]
+)
+def test_wrong_budget(settings: ModuleType, value: str) -> None:
+    """The kernel takes it as a whole number of bytes: what has none is no value of a setting."""
+    with pytest.raises(settings.SettingsError) as error:
+        settings.read({"LIGER_MEGATRON_LINEAR_CE_MB": value})
+    message = str(error.value)
+    assert f"LIGER_MEGATRON_LINEAR_CE_MB={value!r}" in message
+    assert "right is a number of MiB above 0, such as 512, and below 8796093022208" in message
+
+
 @pytest.mark.parametrize("value", ["0", "1", "Partition", "shard", "global,partition"])
 def test_wrong_label_smoothing(settings: ModuleType, value: str) -> None:
     with pytest.raises(settings.SettingsError) as error:

@@ -206,6 +206,34 @@ def test_another_users_tree_is_not_told_to_chmod(new_world: Callable[..., Any], 
     assert "chmod" not in error.remedy
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to have files of another user")
+@pytest.mark.parametrize("what", ["a file", "its bytecode"])
+@pytest.mark.parametrize("step", ["apply", "revert"])
+def test_another_users_file_in_a_sticky_folder(
+    new_world: Callable[..., Any], open_folder: Path, what: str, step: str
+) -> None:
+    """It may be written, and neither replaced nor deleted: told before the first write, not in the middle."""
+    world = new_world(open_folder / "tree").write()
+    if step == "revert":
+        world.apply()
+    theirs = bytecode(world, ALPHA) if what == "its bytecode" else world.path(ALPHA)
+    for item in (world.root, *world.root.rglob("*")):
+        shutil.chown(item, NOBODY, NOBODY)
+        item.chmod(0o777 if item.is_dir() else 0o666)
+    shutil.chown(theirs, 0, 0)
+    shutil.chown(theirs.parent, 0, 0)
+    theirs.parent.chmod(0o1777)
+    before = world.snapshot()
+    error = as_nobody(getattr(world, step))
+    assert world.snapshot() == before
+    assert isinstance(error, TreeError)
+    assert error.file == theirs.relative_to(world.root).as_posix()
+    assert error.found == "another user's, in a sticky folder"
+    assert "run as its owner" in error.remedy
+    shutil.chown(theirs, NOBODY, NOBODY)
+    assert as_nobody(getattr(world, step)) is None
+
+
 @pytest.mark.parametrize("name", ["x" * 300, "circle"])
 def test_a_tree_that_can_be_no_path(tmp_path: Path, name: str) -> None:
     (tmp_path / "circle").symlink_to("circle")

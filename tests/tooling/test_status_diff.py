@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.diff import tree_diff, unified
-from scripts.errors import ExpectationError
+from scripts.diff import main, tree_diff, unified
+from scripts.errors import ExpectationError, StateError
 from scripts.overlay import PACKAGE, RECORD
 from scripts.status import HALF, expect, judge, lines
 from scripts.verify import inspect
 
 ALPHA = "megatron/core/fusions/alpha.py"
 BETA = "megatron/core/fusions/beta.py"
+GAMMA = "megatron/core/models/gamma.py"
 
 
 def verdict(world: Any) -> str:
@@ -167,16 +169,128 @@ def test_the_diff_takes_the_overlay_out(
 
 
 def test_the_diff_of_a_pristine_tree_is_empty(world: Any) -> None:
-    assert tree_diff(world.tree, world.manifest, world.overlay) == (b"", [])
+    assert tree_diff(world.tree, world.manifest, world.overlay) == (b"", {})
 
 
-def test_the_diff_shows_what_was_changed_by_hand_and_says_what_is_lost(world: Any) -> None:
+def bring_wheel(world: Any, cache: Path, files: dict[str, bytes] | None = None) -> Path:
+    """Upstream's files as a wheel where downloads lie."""
+    cache.mkdir(exist_ok=True)
+    (pin,) = world.manifest.releases["1.0"].wheels
+    with zipfile.ZipFile(cache / pin.filename, "w") as wheel:
+        for path, data in (world.upstream if files is None else files).items():
+            wheel.writestr(path, data)
+    return cache / pin.filename
+
+
+def above(data: bytes) -> bytes:
+    return b"above = 1\n" + data
+
+
+def below(data: bytes) -> bytes:
+    return data + b"mine = 1\n"
+
+
+def unmarked(data: bytes) -> bytes:
+    return data.replace(b"base-sha256", b"base-\n#sha256").replace(b"patched-bytes", b"patched-\n#bytes")
+
+
+@pytest.mark.parametrize("form", ["world", "installed"])
+@pytest.mark.parametrize("path", [ALPHA, GAMMA])
+@pytest.mark.parametrize(
+    ("edit", "shown"),
+    [(above, b"# +above = 1\n"), (below, b"# +mine = 1\n"), (unmarked, b"\n# -# >>> liger overlay")],
+)
+def test_the_diff_of_a_file_changed_by_hand(
+    form: str,
+    path: str,
+    edit: Callable[[bytes], bytes],
+    shown: bytes,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> None:
+    """It shows both, says what is not the overlay's, and leads back to upstream's files."""
+    world = request.getfixturevalue(form)
+    before = world.snapshot()
     world.apply()
-    world.path(ALPHA).write_bytes(world.path(ALPHA).read_bytes() + b"mine = 1\n")
-    world.path(BETA).write_bytes(b"above = 1\n" + world.path(BETA).read_bytes())
-    diff, lost = tree_diff(world.tree, world.manifest, world.overlay)
-    assert b"+mine = 1\n" in diff
-    assert lost == [BETA]
+    other = tree_diff(world.tree, world.manifest, world.overlay, tmp_path / "cache")[0]
+    assert b"by hand" not in other
+    world.path(path).write_bytes(edit(world.path(path).read_bytes()))
+    bring_wheel(world, tmp_path / "cache")
+    diff, lost = tree_diff(world.tree, world.manifest, world.overlay, tmp_path / "cache")
+    assert not lost
+    assert diff.count(b"changed by hand") == 1
+    assert b"# %b: changed by hand" % path.encode() in diff
+    assert shown in diff
+    for tool in (["git", "apply", "--check", "-R"], ["patch", "-p1", "-R", "-s", "--binary"]):
+        if shutil.which(tool[0]) is None:
+            pytest.skip(f"no {tool[0]} on this machine")
+        done = subprocess.run(tool, cwd=world.root, input=diff, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    assert {p: d for p, d in world.snapshot().items() if d[1] is not None} == {
+        p: d for p, d in before.items() if d[1] is not None
+    }
+
+
+@pytest.mark.parametrize("form", ["world", "installed"])
+@pytest.mark.parametrize("spoil", ["none", "damaged", "other bytes", "another file"])
+def test_the_diff_says_what_is_lost(
+    form: str,
+    spoil: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    capsysbinary: pytest.CaptureFixture[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without upstream's bytes the rest is shown; the refusal names each such file and how to get them."""
+    world = request.getfixturevalue(form)
+    world.apply()
+    for path in (BETA, GAMMA):
+        world.path(path).write_bytes(above(world.path(path).read_bytes()))
+    if spoil != "none":
+        wheel = bring_wheel(world, tmp_path, {(BETA if spoil == "other bytes" else ALPHA): b"# other\n"})
+        if spoil == "damaged":
+            wheel.write_bytes(b"PK")
+    monkeypatch.setattr("scripts.source.CACHE", tmp_path)
+    monkeypatch.setattr("scripts.diff.load", lambda: world.manifest)
+    monkeypatch.setattr("scripts.diff.load_overlay", lambda manifest: world.overlay)
+    with pytest.raises(StateError) as caught:
+        main(["--tree", str(world.root)])
+    diff = capsysbinary.readouterr().out
+    assert b"diff --git a/%b" % ALPHA.encode() in diff
+    assert b"above = 1" not in diff
+    assert caught.value.file.startswith(f"{BETA}, {GAMMA}")
+    assert "apply --dry-run megatron==1.0" in caught.value.remedy
+    assert "changed by hand" in caught.value.found
+
+
+def test_the_diff_of_a_replaced_file_and_of_what_is_gone(world: Any, tmp_path: Path) -> None:
+    """As a pull or a formatter leaves them: no marker, and the record says what was there."""
+    world.apply()
+    world.path(ALPHA).write_bytes(b"# a fork's\n")
+    world.path(BETA).unlink()
+    world.path(f"{PACKAGE}/dispatch.py").write_bytes(b"mine = 1\n")
+    diff, lost = tree_diff(world.tree, world.manifest, world.overlay, tmp_path)
+    assert list(lost) == [ALPHA]
+    bring_wheel(world, tmp_path)
+    diff, lost = tree_diff(world.tree, world.manifest, world.overlay, tmp_path)
+    assert not lost
+    assert b"# +# a fork's\n" in diff
+    assert b"# %b: not there" % BETA.encode() in diff
+    assert b"# -VERSION = 1\n# +mine = 1\n" in diff
+
+
+def test_the_diff_of_another_version_changed_by_hand(
+    world: Any, later: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    """What another version wrote is not known by the line, and is not passed off as somebody's."""
+    world.apply()
+    world.path(ALPHA).write_bytes(below(world.path(ALPHA).read_bytes()))
+    newer = later(world)
+    diff, lost = tree_diff(newer.tree, newer.manifest, newer.overlay, tmp_path)
+    assert not lost
+    assert b"another version" in diff
+    assert b"\n# +mine" not in diff
+    assert b"\n+mine = 1\n" in diff
 
 
 BYTES = st.lists(st.sampled_from([b"a", b"b\n", b"\n", b"c\r\n", b"\xff", b"@@ -1 +1 @@\n"]), max_size=6).map(

@@ -219,30 +219,72 @@ def _overlap() -> bytes:
     return bytes(data)
 
 
+def _end(position: int, data: bytes, *names: str) -> bytes:
+    """An archive with other bytes in its end record."""
+    made = bytearray(_named(*names or ("a",)))
+    start = len(made) - 22 + position
+    made[start : start + len(data)] = data
+    return bytes(made)
+
+
+def _central(position: int, data: bytes) -> bytes:
+    """An archive with other bytes in the only member's central header."""
+    made = bytearray(_named("a"))
+    start = made.index(b"PK\x01\x02") + position
+    made[start : start + len(data)] = data
+    return bytes(made)
+
+
+def _local(position: int, data: bytes) -> bytes:
+    """An archive with other bytes in the first member's local header."""
+    made = bytearray(_named("a"))
+    made[position : position + len(data)] = data
+    return bytes(made)
+
+
+TWO_HEADERS = "flags and method in both headers"
+
+
 @pytest.mark.parametrize(
-    ("make", "found"),
+    ("make", "expected", "found"),
     [
-        (_zip64, "zip64"),
-        (_zip64_end, ""),
-        (lambda: _compressed(zipfile.ZIP_BZIP2), "method 12"),
-        (lambda: _compressed(zipfile.ZIP_LZMA), "method 14"),
-        (lambda: _with_flag(0x1), "encrypted"),
-        (lambda: _with_flag(0x2000), "encrypted"),
-        (lambda: _with_flag(0x8), ""),
-        (_second_name, ""),
-        (_two_names, "two different"),
-        (_other_crc, "two different"),
-        (_overlap, ""),
-        (lambda: b"before" + _named("a"), "bytes around"),
-        (lambda: _named("a") + b"after", ""),
-        (lambda: _named("a")[:-30], ""),
-        (lambda: b"", ""),
-        (lambda: b"<html>not found</html>", ""),
+        (_zip64, "a plain zip member", "a zip64 one"),
+        (_zip64_end, "a plain zip file", "a zip64 archive"),
+        (lambda: _central(20, b"\xff" * 4), "a plain zip member", "a zip64 one"),
+        (lambda: _central(24, b"\xff" * 4), "a plain zip member", "a zip64 one"),
+        (lambda: _compressed(zipfile.ZIP_BZIP2), "a stored or deflated member", "method 12"),
+        (lambda: _compressed(zipfile.ZIP_LZMA), "a stored or deflated member", "method 14"),
+        (lambda: _with_flag(0x1), "a plain member", "encrypted"),
+        (lambda: _with_flag(0x20), "a plain member", "encrypted"),
+        (lambda: _with_flag(0x40), "a plain member", "encrypted"),
+        (lambda: _with_flag(0x2000), "a plain member", "encrypted"),
+        (lambda: _with_flag(0x8), "a data descriptor", "none after the data"),
+        (_second_name, "one name", "a second name"),
+        (_two_names, TWO_HEADERS, "two different"),
+        (lambda: _local(6, b"\x02\x00"), TWO_HEADERS, "two different"),
+        (lambda: _local(8, b"\x08\x00"), TWO_HEADERS, "two different"),
+        (_other_crc, "CRC and sizes in both headers", "two different"),
+        (lambda: _local(14, bytes(12)), "CRC and sizes in both headers", "two different"),
+        (lambda: _local(0, b"PK\x05"), "a local header at the offset", "none"),
+        (lambda: _central(42, b"\x50"), "a local header at the offset", "none"),
+        (_overlap, "members that do not overlap", "runs into the next"),
+        (lambda: _end(4, b"\x01"), "one zip file from first byte to last", "a split archive"),
+        (lambda: _end(6, b"\x01"), "one zip file from first byte to last", "a split archive"),
+        (lambda: _end(8, b"\x01\x00\x02"), "one zip file from first byte to last", "a split archive"),
+        (lambda: _end(8, b"\x02\x00\x02"), "2 members", "1"),
+        (lambda: b"before" + _named("a"), "one zip file from first byte to last", "bytes around"),
+        (lambda: _named("a") + b"after", "ends with its end record", "other bytes after it"),
+        (lambda: _named("a")[:-30], "a zip file", "not a zip"),
+        (lambda: b"", "a zip file", "not a zip"),
+        (lambda: b"<html>not found</html>", "a zip file", "not a zip"),
     ],
 )
-def test_an_archive_that_cannot_be_carried_over_is_refused(make: Callable[[], bytes], found: str) -> None:
+def test_an_archive_that_cannot_be_carried_over_is_refused(
+    make: Callable[[], bytes], expected: str, found: str
+) -> None:
     with pytest.raises(SourceError) as caught:
         read_archive(make(), "x.whl")
+    assert expected in caught.value.expected
     assert found in caught.value.found
     assert caught.value.file.startswith("x.whl")
     assert caught.value.exit_code == 4

@@ -10,7 +10,6 @@ shapes, devices and settings. Values, strides and addresses may differ between t
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from .dispatch import (
     ON_CPU,
     OTHER_DEVICE,
     Op,
+    interpreter_wanted,
     is_plain,
     kernel_module,
     later_option,
@@ -104,7 +104,7 @@ def decide(
             return reason, None
     else:
         reason = OFF
-        if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        if device != "cuda" and not interpreter_wanted():
             return reason, None
     # From here on another rank may be on the kernel, even where this one is not.
     found = group()

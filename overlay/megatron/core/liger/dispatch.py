@@ -90,6 +90,14 @@ class Platform:
         return self._by_device.get(device, OTHER_DEVICE)
 
 
+def interpreter_wanted() -> bool:
+    """Whether the environment asks for Triton's interpreter, in any of the words that Triton takes for yes.
+
+    Also where nothing here imports Triton, which decides for itself when it is.
+    """
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
 def version_pair(text: str) -> tuple[int, int]:
     """The first two numbers of a version; ``(0, 0)`` when it has none."""
     numbers = re.match(r"(\d+)\.(\d+)", text)

@@ -7,7 +7,6 @@ A wrong value stops the import: a job must not train for hours with a switch tha
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +32,8 @@ LABEL_SMOOTHING_SCOPES = ("global", "partition")
 """Over which part of the vocabulary label smoothing spreads; the first is the default."""
 
 DEFAULT_LINEAR_CE_MB = 512.0
+MOST_LINEAR_CE_MB = 2.0**43
+"""Its bytes are the first number that an int64 does not hold."""
 
 logger = logging.getLogger("megatron.core.liger")
 
@@ -121,8 +122,11 @@ def _mebibytes(value: str) -> float:
         found = float(value) if value else DEFAULT_LINEAR_CE_MB
     except ValueError:
         found = 0.0
-    if not 0.0 < found < math.inf:
-        raise SettingsError(f"{LINEAR_CE_MB}={value!r}: right is a number of MiB above 0, such as 512")
+    if not 0.0 < found < MOST_LINEAR_CE_MB:
+        raise SettingsError(
+            f"{LINEAR_CE_MB}={value!r}: right is a number of MiB above 0, such as "
+            f"{DEFAULT_LINEAR_CE_MB:g}, and below {MOST_LINEAR_CE_MB:.0f}"
+        )
     return found
 
 

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusals that nothing else reaches: each names the file, what was expected and found, and a way on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import apply, pair
+from scripts.errors import ExpectationError, OverlayError, SourceError, StateError, TreeError, UsageError
+from scripts.files import require_folder
+from scripts.manifest import Manifest, Release, load
+from scripts.overlay import PACKAGE, RECORD
+from scripts.wheelfile import ArchiveWriter
+from scripts.wheelmeta import edit_record
+
+from .test_obstacles import as_nobody, open_folder, refused
+
+__all__ = ["open_folder"]
+
+
+@pytest.fixture
+def here(world: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The fake tree, where commands take its pins and its overlay; there is a release 2.0 of other files."""
+    releases = {**world.manifest.releases, "2.0": Release("2.0", ())}
+    world = replace(world, manifest=replace(world.manifest, releases=releases))
+    monkeypatch.setattr(apply, "load", lambda: world.manifest)
+    monkeypatch.setattr(apply, "load_overlay", lambda manifest: world.overlay)
+    return world
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize("overlaid", [False, True])
+def test_a_tree_of_another_release_than_the_one_named(here: Any, more: list[str], overlaid: bool) -> None:
+    if overlaid:
+        here.apply("alpha")
+    tree = ["--tree", str(here.root), *more]
+    error = refused(here, lambda: apply.main(["megatron==2.0", *tree]), TreeError)
+    assert (error.expected, error.found) == ("files as in 2.0", "files as in 1.0")
+    assert "leave the release away" in error.remedy
+    assert apply.main(["megatron==1.0", *tree]) == 0
+
+
+def fake_wheel(world: Any, path: Path) -> Path:
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, data in world.upstream.items():
+            wheel.writestr(name, data)
+    return path
+
+
+def test_what_cannot_be_looked_into_is_not_built_over(
+    new_world: Callable[..., Any], open_folder: Path
+) -> None:
+    """A folder that this user may not read can hold anything, so it is no folder without files."""
+    world = new_world(open_folder / "unused")
+    wheel = fake_wheel(world, open_folder / "x.whl")
+    dest = open_folder / "home" / "tree"
+    release = world.manifest.release("megatron==1.0")
+
+    def build() -> None:
+        apply._build(wheel, world.manifest, world.overlay, None, release, dest)
+
+    build()
+    (dest / "mine").mkdir()
+    (dest / "mine" / "notes.txt").write_bytes(b"mine")
+    if os.geteuid() == 0:
+        for item in (dest.parent, *dest.parent.rglob("*")):
+            shutil.chown(item, 65534, 65534)
+    (dest / "mine").chmod(0o000)
+    error = as_nobody(build)
+    (dest / "mine").chmod(0o755)
+    assert isinstance(error, TreeError)
+    assert "ermission denied" in error.found
+    assert (dest / "mine" / "notes.txt").read_bytes() == b"mine"
+    assert not list(dest.parent.glob(".tree*"))
+
+
+@pytest.mark.parametrize("kind", ["file", "broken link"])
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_folders_place_that_is_taken(tmp_path: Path, kind: str, below: str) -> None:
+    place = tmp_path / "out"
+    if kind == "file":
+        place.write_bytes(b"mine")
+    else:
+        place.symlink_to("nowhere")
+    with pytest.raises(TreeError) as caught:
+        require_folder(place / below)
+    assert caught.value.file == str(place)
+    assert caught.value.found == {"file": "a file", "broken link": "a broken symbolic link"}[kind]
+    assert str(place) in caught.value.remedy
+
+
+PINS: dict[str, tuple[str, str | None, str]] = {
+    "gone": ("files.json", None, "no file"),
+    "cut short": ("releases.json", "{", "Expecting"),
+    "no text": ("files.json", "\udcff", "utf-8"),
+    "a key twice": ("releases.json", '{"schema": 1, "a": 1, "a": 2}', "a twice"),
+}
+
+
+@pytest.mark.parametrize("case", PINS)
+def test_pins_that_cannot_be_read(tmp_path: Path, case: str) -> None:
+    name, text, found = PINS[case]
+    shutil.copytree(Path(load.__code__.co_filename).parent.parent / "patches", tmp_path / "patches")
+    target = tmp_path / "patches" / name
+    target.unlink()
+    if text is not None:
+        target.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ExpectationError) as caught:
+        load(tmp_path)
+    assert caught.value.file == f"patches/{name}"
+    assert found in caught.value.found
+    assert caught.value.remedy in ("correct the file", "restore it from version control", "keep one of them")
+
+
+def test_a_licence_that_is_not_pinned() -> None:
+    with pytest.raises(ExpectationError) as caught:
+        Manifest({}, {}, {}).license("9.9")
+    assert "9.9" in caught.value.expected
+    assert caught.value.remedy == "pin the release anew"
+
+
+@pytest.mark.parametrize("line", [b"\xff,,\n", b"x" * 200_000 + b",,\n"])
+def test_a_wheels_record_that_is_no_table(line: bytes) -> None:
+    with pytest.raises(SourceError) as caught:
+        edit_record(
+            b"d/RECORD,,\n" + line, "w:RECORD", path="d/RECORD", rename=lambda p: p, changed={}, added={}
+        )
+    assert (caught.value.file, caught.value.expected) == ("w:RECORD", "path,hash,size in UTF-8")
+
+
+def test_an_archive_that_would_need_zip64() -> None:
+    writer = ArchiveWriter()
+    for number in range(0xFFFF - 1):
+        writer.store(str(number), b"")
+    writer.finish()
+    writer.store("one more", b"")
+    with pytest.raises(ValueError, match="zip64"):
+        writer.finish()
+
+
+def opened(*arguments: str) -> OverlayError:
+    parser = argparse.ArgumentParser()
+    pair.add_arguments(parser)
+    with pytest.raises(OverlayError) as caught, pair.open_pair(parser.parse_args(arguments)):
+        pass
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"), [((), "neither"), (("megatron==0.16.1", "--tree", "."), "both")]
+)
+def test_a_comparison_of_one_thing(arguments: tuple[str, ...], found: str) -> None:
+    error = opened(*arguments)
+    assert isinstance(error, UsageError)
+    assert error.found == found
+    assert "--tree PATH" in error.remedy
+
+
+def test_a_comparison_of_an_overlaid_tree(overlaid_tree: Path, tmp_path: Path) -> None:
+    """It is compared as it is: whole, and with the ops that it has; it itself is never changed."""
+    tree = tmp_path / "tree"
+    shutil.copytree(overlaid_tree / "megatron", tree / "megatron")
+    error = opened("--tree", str(tree), "--ops", "swiglu")
+    assert isinstance(error, UsageError)
+    assert "revert the tree first" in error.remedy
+    (tree / PACKAGE / "report.py").unlink()
+    error = opened("--tree", str(tree))
+    assert isinstance(error, StateError)
+    assert error.file == str(tree)
+    assert "half applied" in error.found
+    assert f"apply --tree {tree}" in error.remedy
+    assert not (tree / PACKAGE / "report.py").exists()
+    assert json.loads((tree / RECORD).read_bytes())["ops"]
