@@ -349,9 +349,11 @@ def gated_bias_backward_kernel(
         b_gate += b_bias_gate
         b_up += b_bias_up
         b_dout = tl.load(dout + o_r * stride_dout + o_n, mask=m, other=0.0).to(tl.float32)
-        if weights is not None:
-            b_dout *= tl.load(weights + o_r * stride_weights, mask=o_r < rows, other=0.0).to(tl.float32)
         b_dgate, b_dup = _gradients(b_gate, b_up, b_dout, offset, clamp, KIND)
+        if weights is not None:
+            b_weights = tl.load(weights + o_r * stride_weights, mask=o_r < rows, other=0.0).to(tl.float32)
+            b_dgate *= b_weights
+            b_dup *= b_weights
         # A row past the end holds the bias alone, and an infinite bias times a gradient of 0 is NaN.
         b_sum_gate += tl.where(m, b_dgate, 0.0)
         b_sum_up += tl.where(m, b_dup, 0.0)

@@ -10,7 +10,7 @@ import torch
 from liger_kernels.cross_entropy import vocab_parallel_cross_entropy
 from liger_kernels.linear_cross_entropy import linear_cross_entropy
 from liger_kernels.norms import layer_norm, rms_norm
-from liger_kernels.swiglu import swiglu
+from liger_kernels.gated import swiglu
 
 ROWS, N = 6, 8
 
