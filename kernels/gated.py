@@ -144,11 +144,14 @@ def _clamped(b_gate, b_up, clamp):
 
 
 @triton.jit
-def _cut(b_dgate, b_dup, b_gate, b_up, clamp):
-    """A value that is clamped has no gradient."""
-    if clamp is not None:
-        b_dgate = tl.where(b_gate > clamp, 0.0, b_dgate)
-        b_dup = tl.where((b_up > clamp) | (b_up < -clamp), 0.0, b_dup)
+def _within(b_dgate, b_dup, b_y_gate, b_y_up, clamp_y):
+    """The gradients of what was loaded; as with torch.clamp, neither what is beyond the bound nor NaN has one.
+
+    Fewer comparisons that live across the activation: with those of `_clamped`, narrow tiles spill on gfx942.
+    """
+    if clamp_y is not None:
+        b_dgate = tl.where(b_y_gate <= clamp_y, b_dgate, 0.0)
+        b_dup = tl.where(tl.abs(b_y_up) <= clamp_y, b_dup, 0.0)
     return b_dgate, b_dup
 
 
@@ -177,7 +180,7 @@ def _activate(b_gate, b_up, offset, clamp, KIND: tl.constexpr):
 
 @triton.jit
 def _gradients(b_gate, b_up, b_dout, offset, clamp, KIND: tl.constexpr):
-    """The gradients of gate and up."""
+    """The gradients of gate and up; a value that is clamped has none."""
     b_inner_gate, b_inner_up = _clamped(b_gate, b_up, clamp)
     if offset is not None:
         b_inner_up += offset
@@ -196,7 +199,10 @@ def _gradients(b_gate, b_up, b_dout, offset, clamp, KIND: tl.constexpr):
         else:
             b_dgate = b_dout * b_inner_up * (b_sigmoid * (1.0 + b_argument * (1.0 - b_sigmoid)))
         b_dup = b_dout * b_act
-    return _cut(b_dgate, b_dup, b_gate, b_up, clamp)
+    if clamp is not None:
+        b_dgate = tl.where(b_gate > clamp, 0.0, b_dgate)
+        b_dup = tl.where((b_up > clamp) | (b_up < -clamp), 0.0, b_dup)
+    return b_dgate, b_dup
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -300,7 +306,7 @@ def gated_backward_kernel(
             if weights is not None:
                 b_dout *= b_weights
             b_dgate, b_dup = _gradients(b_gate, b_up, b_dout, offset, clamp, KIND)
-            b_dgate, b_dup = _cut(b_dgate, b_dup, b_y_gate, b_y_up, clamp_y)
+            b_dgate, b_dup = _within(b_dgate, b_dup, b_y_gate, b_y_up, clamp_y)
             _store_halves(dy + o_r * stride_dy + o_n, n, m, b_dgate, b_dup, GATED)
 
     if WHOLE_ROW:
@@ -349,16 +355,15 @@ def gated_bias_backward_kernel(
         b_gate += b_bias_gate
         b_up += b_bias_up
         b_dout = tl.load(dout + o_r * stride_dout + o_n, mask=m, other=0.0).to(tl.float32)
-        b_dgate, b_dup = _gradients(b_gate, b_up, b_dout, offset, clamp, KIND)
         if weights is not None:
-            b_weights = tl.load(weights + o_r * stride_weights, mask=o_r < rows, other=0.0).to(tl.float32)
-            b_dgate *= b_weights
-            b_dup *= b_weights
+            # A bound on the row, where one more mask spills on gfx942.
+            b_dout *= tl.load(weights + tl.minimum(o_r, rows - 1) * stride_weights).to(tl.float32)
+        b_dgate, b_dup = _gradients(b_gate, b_up, b_dout, offset, clamp, KIND)
         # A row past the end holds the bias alone, and an infinite bias times a gradient of 0 is NaN.
         b_sum_gate += tl.where(m, b_dgate, 0.0)
         b_sum_up += tl.where(m, b_dup, 0.0)
         if dy is not None:
-            b_dgate, b_dup = _cut(b_dgate, b_dup, b_y_gate, b_y_up, clamp_y)
+            b_dgate, b_dup = _within(b_dgate, b_dup, b_y_gate, b_y_up, clamp_y)
             _store_halves(dy + o_r * stride_dy + o_n, n, m, b_dgate, b_dup)
 
     p_partials = partials + i_split.to(tl.int64) * (2 * n) + o_n
@@ -752,7 +757,8 @@ def quick_geglu(
     """`gate · sigmoid(1.702 gate) · (up + linear_offset)`.
 
     Args, results and errors are those of `swiglu`, but bias and weights can be given together, and
-    `clamp_value` bounds `y` **before** the bias is added (the bias has gradients everywhere).
+    `clamp_value` bounds `y` before the bias is added: the bias has gradients everywhere. NaN in `y` stays in
+    the result, and has no gradient.
     """
     bound = _bound("quick_geglu", clamp_value)
     offset = float(linear_offset) or None

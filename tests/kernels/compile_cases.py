@@ -31,7 +31,9 @@ def gated(module: Any, warp_size: int, shared_memory: int) -> Cases:
     module.choose_launch = partial(module.choose_launch, warp_size=warp_size)
     module.multiprocessors = lambda x: MULTIPROCESSORS
 
-    def step(n: int, dtype: torch.dtype, other: str, wanted: str, kind: str = "swiglu", **options: Any) -> None:
+    def step(
+        n: int, dtype: torch.dtype, other: str, wanted: str, kind: str = "swiglu", **options: Any
+    ) -> None:
         width = n if kind == "squared_relu" else 2 * n
         y = leaf(6, width, dtype=dtype, trained=wanted != "other")
         trained = wanted != "y"

@@ -16,8 +16,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from liger_kernels import launches
 from liger_kernels import gated as module
+from liger_kernels import launches
 from liger_kernels.gated import quick_geglu, squared_relu, swiglu, swiglu_reference
 from torch.utils.checkpoint import checkpoint
 
@@ -259,8 +259,8 @@ def test_known_values_clamped_before_the_bias(device: torch.device) -> None:
     bias = torch.tensor([1.0, 2.0], device=device)
     weights = torch.tensor([[1.0], [2.0], [1.0]], device=device)
 
-    def quick(*inputs: torch.Tensor) -> torch.Tensor:
-        return quick_geglu(*inputs, linear_offset=1.0, clamp_value=1.0)
+    def quick(*inputs: torch.Tensor, function: Any = quick_geglu) -> torch.Tensor:
+        return function(*inputs, linear_offset=1.0, clamp_value=1.0)
 
     result = run(quick, (y, bias, weights), torch.ones(3, 1, device=device))
     # quick_gelu and its slope at 2 and -8; up is 1, -1 and 0, and 3 more.
@@ -274,6 +274,13 @@ def test_known_values_clamped_before_the_bias(device: torch.device) -> None:
     for name, value in result.tensors().items():
         right = torch.tensor(expected[name])
         torch.testing.assert_close(value.cpu(), right, rtol=1e-5, atol=1e-9, msg=name)
+    nan, inf = float("nan"), float("inf")
+    strange = torch.tensor([[nan, 0.5], [0.5, nan], [inf, 0.5], [0.5, -inf], [-inf, 0.5]], device=device)
+    ones = torch.ones(5, 1, device=device)
+    got = run(quick, (strange, bias, ones), ones)
+    exact = run(quick, (strange, bias, ones), ones, function=module.quick_geglu_reference)
+    for name, value in got.tensors().items():
+        torch.testing.assert_close(value, exact.tensors()[name], equal_nan=True, msg=name)
     with pytest.raises(ValueError, match=r"quick_geglu: clamp_value is -1\.0"):
         quick_geglu(y, clamp_value=-1)
 
@@ -919,7 +926,8 @@ def test_saved_tensors_that_come_back_with_other_strides(
     source = leaf(torch.cat((inputs[0], inputs[0]), dim=1))
     bias, weights = (None if x is None else leaf(x) for x in inputs[1:])
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
-        FORMS[mode]((source * 1)[:, :80], bias, weights, in_place=in_place).backward(dout)
+        width = inputs[0].shape[1]
+        FORMS[mode]((source * 1)[:, :width], bias, weights, in_place=in_place).backward(dout)
     assert torch.equal(source.grad[:, :width], expected.dy)
 
 
