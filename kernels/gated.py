@@ -145,7 +145,7 @@ def _clamped(b_gate, b_up, clamp):
 
 @triton.jit
 def _within(b_dgate, b_dup, b_y_gate, b_y_up, clamp_y):
-    """The gradients of what was loaded; as with torch.clamp, neither what is beyond the bound nor NaN has one.
+    """The gradients of what was loaded. As with torch.clamp, what is beyond the bound has none, nor has NaN.
 
     Fewer comparisons that live across the activation: with those of `_clamped`, narrow tiles spill on gfx942.
     """
