@@ -259,10 +259,9 @@ def test_known_values_clamped_before_the_bias(device: torch.device) -> None:
     bias = torch.tensor([1.0, 2.0], device=device)
     weights = torch.tensor([[1.0], [2.0], [1.0]], device=device)
 
-    def quick(*inputs: torch.Tensor, function: Any = quick_geglu) -> torch.Tensor:
-        return function(*inputs, linear_offset=1.0, clamp_value=1.0)
+    options = {"linear_offset": 1.0, "clamp_value": 1.0}
 
-    result = run(quick, (y, bias, weights), torch.ones(3, 1, device=device))
+    result = run(quick_geglu, (y, bias, weights), torch.ones(3, 1, device=device), **options)
     # quick_gelu and its slope at 2 and -8; up is 1, -1 and 0, and 3 more.
     act, slope, low, low_slope = 1.9356586, 1.0738154, -9.7664289e-6, -1.5401638e-5
     expected = {
@@ -277,8 +276,8 @@ def test_known_values_clamped_before_the_bias(device: torch.device) -> None:
     nan, inf = float("nan"), float("inf")
     strange = torch.tensor([[nan, 0.5], [0.5, nan], [inf, 0.5], [0.5, -inf], [-inf, 0.5]], device=device)
     ones = torch.ones(5, 1, device=device)
-    got = run(quick, (strange, bias, ones), ones)
-    exact = run(quick, (strange, bias, ones), ones, function=module.quick_geglu_reference)
+    got = run(quick_geglu, (strange, bias, ones), ones, **options)
+    exact = run(module.quick_geglu_reference, (strange, bias, ones), ones, **options)
     for name, value in got.tensors().items():
         torch.testing.assert_close(value, exact.tensors()[name], equal_nan=True, msg=name)
     with pytest.raises(ValueError, match=r"quick_geglu: clamp_value is -1\.0"):
