@@ -26,7 +26,7 @@ from scripts.train import (
     plan_run,
     run_runs,
 )
-from scripts.workers.entries import LINEAR
+from scripts.workers.entries import UNTRAINED
 
 TREES = ("pristine", "overlaid")
 RUNS = (UNFUSED, FUSED)
@@ -93,7 +93,7 @@ def _table(result: Result, worlds: Mapping[str, World], options: Options) -> Non
 def _kernels(result: Result, worlds: Mapping[str, World], ops: Sequence[str]) -> None:
     """The overlaid tree runs every op on its kernels in each step, the pristine one has none."""
     for op in ops:
-        if op == LINEAR:  # off unless asked for
+        if op in UNTRAINED:
             continue
         steps = list(worlds["overlaid"].steps(op))
         idle = [where for where, counts in steps if not counts["launches"]]

@@ -20,7 +20,7 @@ from typing import Any
 from scripts import pair
 from scripts.arguments import path
 from scripts.errors import UsageError
-from scripts.workers.entries import ENTRIES, LINEAR, NORM_SLOTS, PUBLIC_CLASSES
+from scripts.workers.entries import ENTRIES, NORM_SLOTS, PUBLIC_CLASSES, UNTRAINED
 from scripts.workers.spawn import detect_device, log_lines, run_world
 
 # Below this share of the loss a difference says nothing, whatever the band: the logits are bfloat16, with 8
@@ -451,7 +451,7 @@ def plan_run(name: str, **changes: Any) -> dict[str, Any]:
 
 def judge(worlds: Mapping[str, World], ops: Sequence[str], options: Options) -> Result:
     """Compare what :func:`measure` gives of all worlds, with the arguments of :func:`train`."""
-    ops = [op for op in ops if op != LINEAR]  # off here, as it is by default
+    ops = [op for op in ops if op not in UNTRAINED]
     reports = {name: world.reports for name, world in worlds.items()}
     result = Result(data={"options": asdict(options), **reports})
     describe(result, worlds["pristine"].reports[0], options)

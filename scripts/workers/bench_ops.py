@@ -86,6 +86,27 @@ _ALL_OPS = (
         ((16384, 1536), (TOKENS, 4096)),
         ((16384, 1536),),
     ),
+    Op("geglu", "GeGLU", "ffn size", (2, 1), (3, 2), _tokens(4096, 14336), _tokens(4096)),
+    Op("geglu_bias", "GeGLU with bias", "ffn size", (2, 1), (3, 2), _tokens(4096), ()),
+    Op(
+        "quick_geglu_weighted",
+        "clamped quick-GeGLU with an offset and per-token weights",
+        "ffn size",
+        (2, 1),
+        (3, 2),
+        # Experts of 2880 (gpt-oss).
+        ((16384, 2880), (TOKENS, 4096)),
+        ((16384, 2880),),
+    ),
+    Op(
+        "squared_relu_weighted",
+        "squared ReLU with per-token weights",
+        "ffn size",
+        (1, 1),
+        (2, 1),
+        ((16384, 2688), (TOKENS, 4096)),
+        ((16384, 2688),),
+    ),
     Op(
         "cross_entropy",
         "cross-entropy",

@@ -3,9 +3,9 @@
 
 A provider's loader imports it and returns, by op, a function that is given a case's tensors once and returns
 the call: tensors in, result out, ``[rows, columns]``, or ``[rows]`` of the cross-entropy, or its mean with
-the output layer. Tensors are ``x`` (``[rows, 2 columns]`` of SwiGLU, ``[rows, HIDDEN_SIZE]`` of the output
-layer, else ``[rows, columns]``), ``bias``, ``weights`` (``[rows, 1]``, float32), ``target`` and ``weight`` (a
-norm's, or ``[columns, HIDDEN_SIZE]``).
+the output layer. Tensors are ``x`` (``[rows, 2 columns]`` of gated activations, ``[rows, HIDDEN_SIZE]`` of
+the output layer, else ``[rows, columns]``), ``bias``, ``weights`` (``[rows, 1]``, float32), ``target`` and
+``weight`` (a norm's, or ``[columns, HIDDEN_SIZE]``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,16 @@ Call = Callable[[Tensors], torch.Tensor]
 Bind = Callable[[Tensors], Call]
 
 EPS = 1e-5
-SWIGLU_OPS = ("swiglu", "swiglu_bias", "swiglu_weighted")
+#: By op the function of the kernels' module and what it is given beside the tensors.
+ACTIVATIONS: dict[str, tuple[str, dict[str, float]]] = {
+    "swiglu": ("swiglu", {}),
+    "swiglu_bias": ("swiglu", {}),
+    "swiglu_weighted": ("swiglu", {}),
+    "geglu": ("geglu", {}),
+    "geglu_bias": ("geglu", {}),
+    "quick_geglu_weighted": ("quick_geglu", {"linear_offset": 1.0, "clamp_value": 7.0}),
+    "squared_relu_weighted": ("squared_relu", {}),
+}
 _KERNELS = "liger_kernels"
 
 
@@ -109,13 +118,24 @@ def _anew(bind: Bind) -> Bind:
     return bound
 
 
+def activation(op: str, *, reference: bool = False, **options: Any) -> Call:
+    """The call of one of :data:`ACTIVATIONS`, by its kernel or in plain PyTorch."""
+    name, more = ACTIVATIONS[op]
+    function = getattr(kernels("gated"), f"{name}_reference" if reference else name)
+
+    def call(t: Tensors) -> torch.Tensor:
+        operands = {key: t[key] for key in ("bias", "weights") if key in t}
+        result: torch.Tensor = function(t["x"], **operands, **more, **options)
+        return result
+
+    return call
+
+
 def _kernels(*, in_place: bool = False) -> dict[str, Bind]:
-    swiglu = kernels("swiglu").swiglu
     cross_entropy = kernels("cross_entropy").vocab_parallel_cross_entropy
     norms = kernels("norms")
-    gated = _always(lambda t: swiglu(t["x"], t.get("bias"), t.get("weights"), in_place=in_place))
     ops = {
-        **dict.fromkeys(SWIGLU_OPS, gated),
+        **{op: _always(activation(op, in_place=in_place)) for op in ACTIVATIONS},
         "cross_entropy": _always(lambda t: cross_entropy(t["x"], t["target"], in_place=in_place)),
     }
     if not in_place:
@@ -136,11 +156,9 @@ def _logits(t: Tensors) -> torch.Tensor:
 
 
 def _torch_calls() -> dict[str, Call]:
-    swiglu, norms = kernels("swiglu"), kernels("norms")
+    norms = kernels("norms")
     return {
-        **dict.fromkeys(
-            SWIGLU_OPS, lambda t: swiglu.swiglu_reference(t["x"], t.get("bias"), t.get("weights"))
-        ),
+        **{op: activation(op, reference=True) for op in ACTIVATIONS},
         "cross_entropy": lambda t: F.cross_entropy(t["x"].float(), t["target"], reduction="none"),
         "linear_cross_entropy": lambda t: F.cross_entropy(_logits(t).float(), t["target"]),
         "rms_norm": lambda t: norms.rms_norm_reference(t["x"], t["weight"], EPS),
@@ -200,6 +218,7 @@ def _megatron() -> dict[str, Bind]:
     of_pristine = {} if runtime.overlay() else {"linear_cross_entropy": _linear(loss)}
     return {
         **of_pristine,
+        **_megatron_activations(),
         "swiglu": plain,
         "swiglu_bias": plain,
         "swiglu_weighted": _always(lambda t: weighted_bias_swiglu_impl(t["x"], None, t["weights"])),
@@ -207,6 +226,24 @@ def _megatron() -> dict[str, Bind]:
         "rms_norm": norm("RMSNorm"),
         "layer_norm": norm("LayerNorm"),
     }
+
+
+def _megatron_activations() -> dict[str, Bind]:
+    """Those beside SwiGLU that the release has."""
+    from megatron.core.fusions import fused_bias_geglu
+
+    geglu = _always(lambda t: fused_bias_geglu.bias_geglu_impl(t["x"], t.get("bias")))
+    found = {"geglu": geglu, "geglu_bias": geglu}
+    if hasattr(fused_bias_geglu, "weighted_bias_quick_geglu_impl"):
+        _, named = ACTIVATIONS["quick_geglu_weighted"]
+        found["quick_geglu_weighted"] = _always(
+            lambda t: fused_bias_geglu.weighted_bias_quick_geglu_impl(t["x"], None, t["weights"], **named)
+        )
+    if importlib.util.find_spec("megatron.core.fusions.fused_weighted_squared_relu") is not None:
+        from megatron.core.fusions.fused_weighted_squared_relu import weighted_squared_relu_impl
+
+        found["squared_relu_weighted"] = _always(lambda t: weighted_squared_relu_impl(t["x"], t["weights"]))
+    return found
 
 
 def _megatron_unfused() -> dict[str, Bind]:

@@ -26,7 +26,16 @@ import triton.language as tl
 
 from scripts.workers import bench_providers, runtime
 from scripts.workers.bench_ops import HIDDEN_SIZE, LARGEST, MODES, OPS, PROVIDERS, RESULTS, TOKENS, Shape
-from scripts.workers.bench_providers import EPS, Bind, Call, Tensors, UnavailableError, kernels
+from scripts.workers.bench_providers import (
+    ACTIVATIONS,
+    EPS,
+    Bind,
+    Call,
+    Tensors,
+    UnavailableError,
+    activation,
+    kernels,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -144,11 +153,12 @@ def make_inputs(op: str, shape: Shape, dtype: str, device: torch.device) -> Inpu
         return _with_gradients(by_row, shared, torch.tensor(scale, device=device), columns)
     by_row, shared = {"x": normal(rows, columns)}, {}
     gradient = normal(rows, columns)
-    if op.startswith("swiglu"):
-        by_row = {"x": normal(rows, 2 * columns)}
-        if op == "swiglu_bias":
-            shared = {"bias": normal(2 * columns)}
-        if op == "swiglu_weighted":
+    if op in ACTIVATIONS:
+        width = columns if op.startswith("squared_relu") else 2 * columns
+        by_row = {"x": normal(rows, width)}
+        if op.endswith("_bias"):
+            shared = {"bias": normal(width)}
+        if op.endswith("_weighted"):
             by_row["weights"] = normal(rows, 1, of=torch.float32).abs()
     elif op == "cross_entropy":
         shared = {"target": labels}
@@ -170,8 +180,8 @@ def _with_gradients(by_row: Tensors, shared: Tensors, gradient: torch.Tensor, el
 
 def truth(op: str, t: Tensors, rows: int) -> torch.Tensor:
     """The result in the tensors' dtype, float64, by PyTorch alone; of a mean over ``rows`` ``t``'s part."""
-    if op.startswith("swiglu"):
-        result = kernels("swiglu").swiglu_reference(t["x"], t.get("bias"), t.get("weights"))
+    if op in ACTIVATIONS:
+        result = activation(op, reference=True)(t)
     elif op == "cross_entropy":
         result = kernels("cross_entropy").cross_entropy_reference(t["x"], t["target"])
     elif op == "linear_cross_entropy":

@@ -47,7 +47,8 @@ class Case:
         raises: both must fail, with the same error.
         slack: share of the pristine error allowed on top, where other operations in the dtype make it.
         is_layer: the output is a layer's, which may be a view; any other must own its storage.
-        needs: a parameter of the entry, without which a release does not have this call.
+        needs: a parameter of the entry or a name of the module, without which a release does not have this
+            call.
     """
 
     op: str
@@ -81,7 +82,8 @@ class Case:
         entry: Any = getattr(module, self.entry, None)
         if entry is None or self.needs is None:
             return entry is None
-        return self.needs not in inspect.signature(getattr(entry, "forward", entry)).parameters
+        parameters = inspect.signature(getattr(entry, "forward", entry)).parameters
+        return self.needs not in parameters and not hasattr(module, self.needs)
 
     def generator(self) -> torch.Generator:
         """The case's own source of random numbers, on CPU."""
@@ -217,55 +219,48 @@ def _swiglu_base(dtype: torch.dtype, module: str = FUSIONS) -> tuple[Case, Case,
     return plain, bias, weighted
 
 
+def _everywhere(case: Case, dtype: torch.dtype, large: float = 60.0, **extra: torch.dtype) -> Iterator[Case]:
+    """A call of an activation, and the same in all shapes and strides; ``extra``: its other operands."""
+    yield case
+    what = case.name.removeprefix("2-D")
+
+    def like(name: str, shape: tuple[int, ...] = (24, 96), **more: Any) -> Case:
+        layout = {k: more.pop(k) for k in ("layout", "scale", "frozen", "weights_layout") if k in more}
+        return replace(case, name=name, inputs=_swiglu_inputs(shape, dtype, **extra, **layout), **more)
+
+    # Shapes: a row shorter than any block, odd widths, a row of several blocks, one row, 3-D as the
+    # layers pass it.
+    for shape in ((24, 2), (7, 74), (2, 2 * 9001), (1, 96), (5, 3, 128), (1, 1, 34)):
+        yield like(f"{list(shape)}{what}", shape)
+    yield like(f"no tokens{what}", (0, 96), kernels={})
+    # Upstream views the flat result as three-dimensional, which is ambiguous without elements.
+    yield like(f"no tokens, 3-D{what}", (0, 1, 96), kernels={}, upstream_raises=True)
+    yield like(f"large values{what}", scale=large)
+    yield like(f"rows apart{what}", (24, 101), layout=lambda x: x[:, :96])
+    yield like(f"every other row{what}", (48, 96), layout=lambda x: x[::2])
+    yield like(f"columns apart{what}", (24, 192), layout=lambda x: x[:, ::2])
+    yield like(f"3-D, rows apart{what}", (5, 6, 96), layout=lambda x: x[:, ::2])
+    yield like(f"transposed 3-D{what}", (3, 5, 96), layout=lambda x: x.transpose(0, 1), upstream_raises=True)
+    for name, make in (
+        ("expanded", _expanded),
+        ("transposed", _transposed),
+        ("row-varying", _row_varying),
+        ("columns apart", _columns_apart),
+        ("rows apart", _rows_apart),
+    ):
+        yield like(f"grad_output {name}{what}", grad_output=make)
+        yield like(f"grad_output {name}, 3-D{what}", (5, 3, 96), grad_output=make)
+    forward = {name: n for name, n in case.kernels.items() if name.endswith("_forward")}
+    yield like(f"forward only{what}", grad_output=None, kernels=forward)
+
+
 def swiglu(dtype: torch.dtype) -> Iterator[Case]:
     """Every way in which a model reaches the SwiGLU entries, in ``dtype``."""
     plain, bias, weighted = _swiglu_base(dtype)
     w32, wx = torch.float32, dtype
-    kinds: tuple[tuple[Case, dict[str, Any]], ...] = (
-        (plain, {}),
-        (bias, {"bias": dtype}),
-        (weighted, {"weights": w32}),
-    )
-    for case, extra in kinds:
-        yield case
-        what = case.name.removeprefix("2-D")
-
-        def like(
-            name: str,
-            shape: tuple[int, ...] = (24, 96),
-            *,
-            _case: Case = case,
-            _extra: Any = extra,
-            **more: Any,
-        ) -> Case:
-            layout = {k: more.pop(k) for k in ("layout", "scale", "frozen", "weights_layout") if k in more}
-            return replace(_case, name=name, inputs=_swiglu_inputs(shape, dtype, **_extra, **layout), **more)
-
-        # Shapes: a row shorter than any block, odd widths, a row of several blocks, one row, 3-D as the
-        # layers pass it.
-        for shape in ((24, 2), (7, 74), (2, 2 * 9001), (1, 96), (5, 3, 128), (1, 1, 34)):
-            yield like(f"{list(shape)}{what}", shape)
-        yield like(f"no tokens{what}", (0, 96), kernels={})
-        # Upstream views the flat result as three-dimensional, which is ambiguous without elements.
-        yield like(f"no tokens, 3-D{what}", (0, 1, 96), kernels={}, upstream_raises=True)
-        yield like(f"large values{what}", scale=60.0)
-        yield like(f"rows apart{what}", (24, 101), layout=lambda x: x[:, :96])
-        yield like(f"every other row{what}", (48, 96), layout=lambda x: x[::2])
-        yield like(f"columns apart{what}", (24, 192), layout=lambda x: x[:, ::2])
-        yield like(f"3-D, rows apart{what}", (5, 6, 96), layout=lambda x: x[:, ::2])
-        yield like(
-            f"transposed 3-D{what}", (3, 5, 96), layout=lambda x: x.transpose(0, 1), upstream_raises=True
-        )
-        for name, make in (
-            ("expanded", _expanded),
-            ("transposed", _transposed),
-            ("row-varying", _row_varying),
-            ("columns apart", _columns_apart),
-            ("rows apart", _rows_apart),
-        ):
-            yield like(f"grad_output {name}{what}", grad_output=make)
-            yield like(f"grad_output {name}, 3-D{what}", (5, 3, 96), grad_output=make)
-        yield like(f"forward only{what}", grad_output=None, kernels=FORWARD)
+    yield from _everywhere(plain, dtype)
+    yield from _everywhere(bias, dtype, bias=dtype)
+    yield from _everywhere(weighted, dtype, weights=w32)
     yield replace(
         bias,
         name="bias frozen",
@@ -293,7 +288,15 @@ def swiglu(dtype: torch.dtype) -> Iterator[Case]:
     yield from _swiglu_kept(dtype)
     yield from _swiglu_routes(dtype)
     yield from _swiglu_left_to_upstream(dtype)
-    yield from _swiglu_modules(dtype)
+    plain, bias, scaled = _layer(
+        "swiglu",
+        dtype,
+        lambda gate, up: gate / (1 + torch.exp(-gate)) * up,
+        lambda: {"activation_func": torch.nn.functional.silu},
+    )
+    yield replace(plain, kernels=BOTH)
+    yield replace(bias, kernels=WITH_BIAS)
+    yield replace(scaled, kernels=BOTH)
 
 
 def _swiglu_kept(dtype: torch.dtype) -> Iterator[Case]:
@@ -402,8 +405,19 @@ def _swiglu_left_to_upstream(dtype: torch.dtype) -> Iterator[Case]:
     )
 
 
-def _swiglu_modules(dtype: torch.dtype) -> Iterator[Case]:
-    """The layer that uses the entries, built as a model builds it."""
+def _layer(
+    op: str,
+    dtype: torch.dtype,
+    activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    config: Callable[[], dict[str, Any]],
+    clamp: float | None = None,
+) -> tuple[Case, Case, Case]:
+    """The layer that uses the entries, built as a model builds it: plain, with biases, with per-token
+    weights.
+
+    ``activation``: of gate and up, in float64; ``config``: what the layer's config says of it; ``clamp``:
+    what bounds both, before the bias.
+    """
     hidden, ffn, tokens = 32, 40, (6, 2)
 
     def inputs(bias: bool, scales: bool) -> Callable[[torch.Generator, torch.device], Tensors]:
@@ -432,13 +446,13 @@ def _swiglu_modules(dtype: torch.dtype) -> Iterator[Case]:
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.mlp import MLPSubmodules
 
-        config = TransformerConfig(
+        described = TransformerConfig(
             num_layers=1,
             hidden_size=hidden,
             ffn_hidden_size=ffn,
             num_attention_heads=2,
             gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
+            **config(),
             bias_activation_fusion=True,
             add_bias_linear="linear_fc1.bias" in t,
             gradient_accumulation_fusion=False,
@@ -446,7 +460,7 @@ def _swiglu_modules(dtype: torch.dtype) -> Iterator[Case]:
             use_cpu_initialization=True,
         )
         submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        mlp = layer(config, submodules).to(t["hidden_states"].device)
+        mlp = layer(described, submodules).to(t["hidden_states"].device)
         # The tensors themselves take the parameters' places, so that they get the gradients.
         parameters = {name: tensor for name, tensor in t.items() if name.startswith("linear_")}
         scales = {"per_token_scale": t["per_token_scale"]} if "per_token_scale" in t else {}
@@ -456,20 +470,293 @@ def _swiglu_modules(dtype: torch.dtype) -> Iterator[Case]:
 
     def truth(t: Tensors) -> torch.Tensor:
         y = t["hidden_states"] @ t["linear_fc1.weight"].T
-        inner = {"input": y} | ({"bias": t["linear_fc1.bias"]} if "linear_fc1.bias" in t else {})
-        inner |= {"weights": t["per_token_scale"].unsqueeze(-1)} if "per_token_scale" in t else {}
-        out = _swiglu_truth(inner) @ t["linear_fc2.weight"].T
+        y = y if clamp is None else _bounded(y, clamp)
+        y = y + t["linear_fc1.bias"] if "linear_fc1.bias" in t else y
+        out = activation(y[..., :ffn], y[..., ffn:])
+        out = out * t["per_token_scale"].unsqueeze(-1) if "per_token_scale" in t else out
+        out = out @ t["linear_fc2.weight"].T
         return out + t["linear_fc2.bias"] if "linear_fc2.bias" in t else out
 
-    base = Case(
-        "swiglu", "MLP", "layer", dtype, MLP, inputs(False, False), call, truth, kernels=BOTH, is_layer=True
-    )
+    base = Case(op, "MLP", "layer", dtype, MLP, inputs(False, False), call, truth, is_layer=True)
     # The layer's two matrix products round as often as the activation does, so chance decides which tree is
     # nearer.
     base = replace(base, slack=0.5)
-    yield base
-    yield replace(base, name="layer, bias", inputs=inputs(True, False), kernels=WITH_BIAS)
-    yield replace(base, name="layer, per-token scale", inputs=inputs(False, True), needs="per_token_scale")
+    scaled = replace(base, name="layer, per-token scale", inputs=inputs(False, True), needs="per_token_scale")
+    return (
+        base,
+        replace(base, name="layer, bias", inputs=inputs(True, False)),
+        scaled,
+    )
+
+
+# --- GeGLU, quick-GeGLU, squared ReLU ---
+
+GEGLU = "megatron.core.fusions.fused_bias_geglu"
+SQUARED_RELU = "megatron.core.fusions.fused_weighted_squared_relu"
+QUICK_OFFSET, QUICK_CLAMP = 1.0, 0.75
+
+
+def _bounded(y: torch.Tensor, bound: float) -> torch.Tensor:
+    gate, up = y.chunk(2, -1)
+    return torch.cat((gate.clamp(max=bound), up.clamp(-bound, bound)), -1)
+
+
+def _geglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return 0.5 * gate * (1 + torch.tanh(0.79788456 * (gate + 0.044715 * gate**3))) * up
+
+
+def _quick(gate: torch.Tensor, up: torch.Tensor, offset: float = 0.0) -> torch.Tensor:
+    return gate / (1 + torch.exp(-1.702 * gate)) * (up + offset)
+
+
+def _geglu_truth(t: Tensors) -> torch.Tensor:
+    y = t["input"] + t["bias"] if "bias" in t else t["input"]
+    return _geglu(*y.chunk(2, -1))
+
+
+def _quick_truth(offset: float = 0.0, clamp: float | None = None) -> Callable[[Tensors], torch.Tensor]:
+    def truth(t: Tensors) -> torch.Tensor:
+        y = t["input"] if clamp is None else _bounded(t["input"], clamp)
+        if "stored" in t:  # the values of the float8 store, the gradients of what was stored
+            y = y + (y.to(torch.float8_e4m3fn).double() - y).detach()
+        gate, up = (y + t["bias"] if "bias" in t else y).chunk(2, -1)
+        return _quick(gate, up, offset) * t["weights"].view(*gate.shape[:-1], 1)
+
+    return truth
+
+
+def _squared_relu_truth(t: Tensors) -> torch.Tensor:
+    x = t["input"]
+    return torch.where(x > 0, x, torch.zeros_like(x)) ** 2 * t["weights"].view(*x.shape[:-1], 1)
+
+
+def _call_quick(*options: Any, **named: Any) -> Callable[..., torch.Tensor]:
+    return lambda entry, t: entry(t["input"], t.get("bias"), t["weights"], *options, **named)
+
+
+def _launches(kind: str, backward: int = 1, bias: bool = False) -> dict[str, int]:
+    launches = {f"{kind}_forward": 1, f"{kind}_backward": backward}
+    return launches | ({f"{kind}_bias_reduce": 1} if bias else {})
+
+
+def _activations_base(dtype: torch.dtype) -> tuple[Case, Case, Case, Case, Case]:
+    """A call of GeGLU, plain and biased, of quick-GeGLU, plain and biased, and of squared ReLU."""
+    w32 = torch.float32
+    geglu = Case(
+        "activations",
+        "bias_geglu_impl",
+        "2-D",
+        dtype,
+        GEGLU,
+        _swiglu_inputs((24, 96), dtype),
+        _call_plain,
+        _geglu_truth,
+        kernels=_launches("geglu"),
+    )
+    geglu_bias = replace(
+        geglu,
+        name="2-D, bias",
+        inputs=_swiglu_inputs((24, 96), dtype, bias=dtype),
+        kernels=_launches("geglu", bias=True),
+    )
+    quick = replace(
+        geglu,
+        entry="weighted_bias_quick_geglu_impl",
+        name="2-D, weights fp32",
+        inputs=_swiglu_inputs((24, 96), dtype, weights=w32),
+        call=_call_quick(),
+        truth=_quick_truth(),
+        kernels=_launches("quick_geglu"),
+    )
+    quick_bias = replace(
+        quick,
+        name="2-D, bias, weights fp32",
+        inputs=_swiglu_inputs((24, 96), dtype, bias=dtype, weights=w32),
+        # The sums over rows and those over columns.
+        kernels=_launches("quick_geglu", backward=2, bias=True),
+    )
+    squared = replace(
+        quick,
+        entry="weighted_squared_relu_impl",
+        module=SQUARED_RELU,
+        call=lambda entry, t: entry(t["input"], t["weights"]),
+        truth=_squared_relu_truth,
+        kernels=_launches("squared_relu"),
+    )
+    return geglu, geglu_bias, quick, quick_bias, squared
+
+
+def activations(dtype: torch.dtype) -> Iterator[Case]:
+    """Every way in which a model reaches the entries of the activations beside SwiGLU, in ``dtype``."""
+    geglu, geglu_bias, quick, quick_bias, squared = _activations_base(dtype)
+    w32 = torch.float32
+    yield from _everywhere(geglu, dtype)
+    yield from _everywhere(geglu_bias, dtype, bias=dtype)
+    yield from _everywhere(quick, dtype, weights=w32)
+    yield from _everywhere(quick_bias, dtype, bias=dtype, weights=w32)
+    # Its square is to be one of float16, too.
+    yield from _everywhere(squared, dtype, large=20.0, weights=w32)
+    for frozen in ("input", "bias"):
+        yield replace(
+            geglu_bias,
+            name=f"{frozen} frozen",
+            inputs=_swiglu_inputs((24, 96), dtype, bias=dtype, frozen=(frozen,)),
+            kernels=geglu_bias.kernels if frozen == "input" else _launches("geglu"),
+        )
+    for frozen in ("input", "bias", "weights"):
+        once = _launches("quick_geglu", bias=frozen == "weights")
+        yield replace(
+            quick_bias,
+            name=f"{frozen} frozen, bias, weights",
+            inputs=_swiglu_inputs((24, 96), dtype, bias=dtype, weights=w32, frozen=(frozen,)),
+            kernels=quick_bias.kernels if frozen == "input" else once,
+        )
+    for case in (quick, squared):
+        for frozen in ("input", "weights"):
+            yield replace(
+                case,
+                name=f"{frozen} frozen, weights",
+                inputs=_swiglu_inputs((24, 96), dtype, weights=w32, frozen=(frozen,)),
+            )
+        if dtype is not w32:
+            yield replace(
+                case,
+                name=f"weights {short(dtype)}",
+                inputs=_swiglu_inputs((24, 96), dtype, weights=dtype),
+            )
+        yield replace(
+            case,
+            name="weights expanded",
+            inputs=_swiglu_inputs((24, 96), dtype, weights=w32, weights_layout=lambda w: w[:1].expand_as(w)),
+        )
+    yield from _quick_options(dtype)
+    yield from _activations_routes(dtype)
+    yield from _activations_left_to_upstream(dtype)
+    yield from _activations_modules(dtype)
+
+
+def _quick_options(dtype: torch.dtype) -> Iterator[Case]:
+    _, _, quick, quick_bias, _ = _activations_base(dtype)
+    w32 = torch.float32
+    for case, extra, what in ((quick, {}, ""), (quick_bias, {"bias": dtype}, ", bias")):
+        # Half-precision types cannot hold the second offset, and upstream rounds it.
+        for offset in (QUICK_OFFSET, 0.3):
+            yield replace(
+                case,
+                name=f"offset {offset}{what}",
+                call=_call_quick(linear_offset=offset),
+                truth=_quick_truth(offset),
+            )
+        for shape in ((24, 96), (5, 3, 128), (7, 74)):
+            inputs = _swiglu_inputs(shape, dtype, weights=w32, **extra)
+            yield replace(
+                case,
+                name=f"clamped, offset {list(shape)}{what}",
+                inputs=inputs,
+                call=_call_quick(False, QUICK_OFFSET, QUICK_CLAMP),
+                truth=_quick_truth(QUICK_OFFSET, QUICK_CLAMP),
+            )
+            yield replace(
+                case,
+                name=f"fp8 store, offset {list(shape)}{what}",
+                inputs=inputs,
+                call=_call_quick(True, QUICK_OFFSET),
+                truth=_quick_truth(QUICK_OFFSET),
+                backward_inputs=_quantised,
+            )
+
+
+def _activations_routes(dtype: torch.dtype) -> Iterator[Case]:
+    """As the layers call the entries: every argument by position."""
+    geglu, geglu_bias, quick, quick_bias, squared = _activations_base(dtype)
+    for module in (MLP, SHARED_EXPERTS, EXPERTS):
+        yield replace(geglu, module=module, name="as called")
+        yield replace(geglu_bias, module=module, name="as called, bias")
+    for module in (MLP, EXPERTS):
+        for case, what in ((quick, ""), (quick_bias, ", bias")):
+            yield replace(case, module=module, name=f"as called{what}", call=_call_quick(False, 0.0, None))
+            yield replace(
+                case,
+                module=module,
+                name=f"as called, clamped{what}",
+                call=_call_quick(False, QUICK_OFFSET, QUICK_CLAMP),
+                truth=_quick_truth(QUICK_OFFSET, QUICK_CLAMP),
+            )
+    yield replace(squared, module=EXPERTS, name="as called")
+
+
+def _activations_left_to_upstream(dtype: torch.dtype) -> Iterator[Case]:
+    """Calls that the kernel does not serve, and calls that nobody serves."""
+    geglu, geglu_bias, quick, _, squared = _activations_base(dtype)
+    upstream: dict[str, Any] = {"kernels": {}}
+    yield replace(
+        quick,
+        name="fp8 store, clamped",
+        call=_call_quick(True, QUICK_OFFSET, QUICK_CLAMP),
+        truth=_quick_truth(QUICK_OFFSET, QUICK_CLAMP),
+        backward_inputs=lambda t: {**t, "stored": torch.ones(())},
+        fallback="fp8_input_store of an input that is clamped before",
+        **upstream,
+    )
+    if dtype is not torch.float32:
+        yield replace(
+            geglu_bias,
+            name="bias fp32",
+            inputs=_swiglu_inputs((24, 96), dtype, bias=torch.float32, frozen=("bias",)),
+            fallback="input and bias of different dtypes",
+            **upstream,
+        )
+    else:
+        for case, extra in ((geglu, {}), (squared, {"weights": torch.float32})):
+            yield replace(
+                case,
+                name="fp64",
+                dtype=torch.float64,
+                inputs=_swiglu_inputs((24, 96), torch.float64, **extra),
+                fallback="a dtype other than bfloat16, float16 and float32",
+                **upstream,
+            )
+    fails: dict[str, Any] = {"kernels": {}, "raises": True, "truth": None, "grad_output": None}
+    for shape in ((96,), (2, 3, 4, 96)):
+        yield replace(geglu, name=f"{len(shape)}-D", inputs=_swiglu_inputs(shape, dtype), **fails)
+        for case in (quick, squared):
+            yield replace(
+                case,
+                name=f"{len(shape)}-D, weights",
+                inputs=_swiglu_inputs(shape, dtype, weights=torch.float32),
+                **fails,
+            )
+    yield replace(geglu, name="odd width", inputs=_swiglu_inputs((4, 95), dtype), **fails)
+    yield replace(
+        geglu, name="unknown option", call=lambda entry, t: entry(t["input"], None, no_such_option=1), **fails
+    )
+
+
+def _activations_modules(dtype: torch.dtype) -> Iterator[Case]:
+    def config(**named: Any) -> Callable[[], dict[str, Any]]:
+        return lambda: {"activation_func": torch.nn.functional.gelu, **named}
+
+    def quick_config() -> dict[str, Any]:
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        return {
+            "activation_func": quick_gelu,
+            "glu_linear_offset": QUICK_OFFSET,
+            "activation_func_clamp_value": QUICK_CLAMP,
+        }
+
+    plain, bias, _ = _layer("activations", dtype, _geglu, config())
+    yield replace(plain, name="GeGLU layer", kernels=_launches("geglu"))
+    yield replace(bias, name="GeGLU layer, bias", kernels=_launches("geglu", bias=True))
+
+    def quick(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return _quick(gate, up, QUICK_OFFSET)
+
+    # With biases and per-token weights upstream's local layer fails: it adds to a view in place.
+    _, _, scaled = _layer("activations", dtype, quick, quick_config, QUICK_CLAMP)
+    yield replace(
+        scaled, name=f"quick-GeGLU {scaled.name}", kernels=_launches("quick_geglu"), needs="quick_gelu"
+    )
 
 
 # --- Cross-entropy ---
@@ -965,6 +1252,7 @@ OPS: dict[str, Callable[[torch.dtype], Iterator[Case]]] = {
     "swiglu": swiglu,
     "cross_entropy": cross_entropy,
     "norms": norms,
+    "activations": activations,
     LINEAR: lambda dtype: iter(()),
 }
 

@@ -71,10 +71,36 @@ ENTRIES = (
         "megatron.core.fusions.fused_layer_norm",
         ("megatron.core.transformer.transformer_block", "megatron.core.models.bert.bert_lm_head"),
     ),
+    Entry(
+        "bias_geglu_impl",
+        "activations",
+        "megatron.core.fusions.fused_bias_geglu",
+        (
+            "megatron.core.transformer.mlp",
+            "megatron.core.transformer.moe.shared_experts",
+            "megatron.core.transformer.moe.experts",
+        ),
+    ),
+    Entry(
+        "weighted_bias_quick_geglu_impl",
+        "activations",
+        "megatron.core.fusions.fused_bias_geglu",
+        ("megatron.core.transformer.mlp", "megatron.core.transformer.moe.experts"),
+    ),
+    Entry(
+        "weighted_squared_relu_impl",
+        "activations",
+        "megatron.core.fusions.fused_weighted_squared_relu",
+        ("megatron.core.transformer.moe.experts",),
+    ),
 )
 
 # The op that is off unless asked for. It has call sites and no entries: a model's step is its comparison.
 LINEAR = "linear_cross_entropy"
+
+# The ops that the model of ``train`` does not run: the one that is off there as it is by default, and the
+# activations of other models.
+UNTRAINED = (LINEAR, "activations")
 
 # The class of each op that a hand-built spec names, in megatron.core.liger.
 PUBLIC_CLASSES = {

@@ -27,16 +27,22 @@ def leaf(*shape: int, dtype: torch.dtype, trained: bool = True) -> torch.Tensor:
     return torch.ones(*shape, dtype=dtype).requires_grad_(trained)
 
 
-def swiglu(module: Any, warp_size: int, shared_memory: int) -> Cases:
+def gated(module: Any, warp_size: int, shared_memory: int) -> Cases:
     module.choose_launch = partial(module.choose_launch, warp_size=warp_size)
     module.multiprocessors = lambda x: MULTIPROCESSORS
 
-    def step(n: int, dtype: torch.dtype, other: str, wanted: str, **options: Any) -> None:
-        y = leaf(6, 2 * n, dtype=dtype, trained=wanted != "other")
+    def step(
+        n: int, dtype: torch.dtype, other: str, wanted: str, kind: str = "swiglu", **options: Any
+    ) -> None:
+        width = n if kind == "squared_relu" else 2 * n
+        y = leaf(6, width, dtype=dtype, trained=wanted != "other")
         trained = wanted != "y"
-        bias = leaf(2 * n, dtype=dtype, trained=trained) if other == "bias" else None
-        weights = leaf(6, 1, dtype=torch.float32, trained=trained) if other == "weights" else None
-        module.swiglu(y, bias, weights, **options).backward(torch.ones(6, n, dtype=dtype))
+        operands = {
+            "bias": leaf(width, dtype=dtype, trained=trained),
+            "weights": leaf(6, 1, dtype=torch.float32, trained=trained),
+        }
+        given = {name: x for name, x in operands.items() if name in other}
+        getattr(module, kind)(y, **given, **options).backward(torch.ones(6, n, dtype=dtype))
 
     # Odd and narrow; many rows to a program; one block of columns; several blocks.
     for n in (7, 128, 2048, 4096, 32768):
@@ -60,6 +66,26 @@ def swiglu(module: Any, warp_size: int, shared_memory: int) -> Cases:
                     continue
                 for other in ("nothing", "bias", "weights"):
                     yield f"{what}, {other}, n={n}, {name}", partial(step, n, dtype, other, "all", **options)
+    # The other activations, with all that their entries can be given.
+    offset: dict[str, Any] = {"linear_offset": 1.0}
+    forms: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+        ("geglu", ("nothing", "bias"), {}),
+        ("quick_geglu", ("weights", "bias and weights"), {}),
+        ("quick_geglu", ("weights", "bias and weights"), offset),
+        ("quick_geglu", ("weights", "bias and weights"), {**offset, "clamp_value": 7.0}),
+        ("squared_relu", ("weights",), {}),
+    ]
+    if FLOAT8:
+        forms.append(("quick_geglu", ("weights", "bias and weights"), {**offset, "fp8_input_store": True}))
+    for kind, others, options in forms:
+        for n in (7, 128, 2048, 4096):
+            for name, dtype in DTYPES.items():
+                if name != "bf16" and n != 4096:
+                    continue
+                for other in others:
+                    for wanted in ("all",) if other == "nothing" or name == "fp16" else ("all", "y", "other"):
+                        label = f"{kind} {options}, {other}, n={n}, {name}, gradients of {wanted}"
+                        yield label, partial(step, n, dtype, other, wanted, kind, **options)
 
 
 class Group:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile every kernel launch of an op for one target, with no device, and print the findings as JSON.
 
-Runs as a program of its own (`compile_gate.py swiglu cuda:90:32 232448`): under `TRITON_INTERPRET=1` the
+Runs as a program of its own (`compile_gate.py gated cuda:90:32 232448`): under `TRITON_INTERPRET=1` the
 decorated functions are the interpreter's, and cannot be compiled. `TRITON_DUMP_PTXAS_LOG=1` and an empty
 cache folder give the assembler's report. What to compile is not listed: the public functions run on CPU
 tensors with each kernel replaced by a recorder, and what their launchers pass is compiled.
@@ -33,8 +33,8 @@ TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
 }
 # The arguments through which the kernels of an op read and write whole rows.
-READ = {"swiglu": {"y", "partials"}, "cross": {"logits"}, "norm": {"x", "dweight_partials", "dbias_partials"}}
-WRITTEN = {"swiglu": {"out", "dy"}, "cross": {"dlogits"}, "norm": {"out", "dx"}}
+READ = {"gated": {"y", "partials"}, "cross": {"logits"}, "norm": {"x", "dweight_partials", "dbias_partials"}}
+WRITTEN = {"gated": {"out", "dy"}, "cross": {"dlogits"}, "norm": {"out", "dx"}}
 # Ops without kernels of their own, and the module whose kernels they launch.
 LAUNCHES = {"linear_cross_entropy": "cross_entropy"}
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from liger_kernels.cross_entropy import vocab_parallel_cross_entropy
+from liger_kernels.gated import swiglu
 from liger_kernels.linear_cross_entropy import linear_cross_entropy
 from liger_kernels.norms import layer_norm, rms_norm
-from liger_kernels.swiglu import swiglu
 
 ROWS, N = 6, 8
 

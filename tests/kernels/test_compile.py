@@ -25,7 +25,7 @@ TARGETS = {
 }
 # The kernels that must be among the launches, and how many different ones there are at least.
 OPS = {
-    "swiglu": ("swiglu", ("forward", "backward", "bias_backward", "bias_reduce"), 40),
+    "gated": ("gated", ("forward", "backward", "bias_backward", "bias_reduce"), 200),
     "cross_entropy": ("cross_entropy", ("forward", "combine", "backward"), 25),
     "linear_cross_entropy": ("cross_entropy", ("forward", "combine", "backward"), 25),
     "norms": ("norm", ("forward", "long_forward", "row_sums", "backward", "reduce"), 100),

@@ -4,7 +4,8 @@
 
 import functools as _functools
 
-from megatron.core.liger.swiglu import TakenOver as _TakenOver
+from megatron.core.liger.gated import TakenOver as _TakenOver
+from megatron.core.liger.swiglu import SWIGLU as _SWIGLU
 
 # entry: bias_swiglu_impl
 #   kind: speed
@@ -14,7 +15,7 @@ from megatron.core.liger.swiglu import TakenOver as _TakenOver
 #   upstream: none
 #   retires when: upstream's own function reads and writes the one buffer once each way
 _upstream_bias_swiglu_impl = bias_swiglu_impl
-_bias_swiglu_impl = _TakenOver("bias_swiglu_impl", _upstream_bias_swiglu_impl, tensors=2)
+_bias_swiglu_impl = _TakenOver(_SWIGLU, "bias_swiglu_impl", _upstream_bias_swiglu_impl, tensors=2)
 
 
 @_functools.wraps(_upstream_bias_swiglu_impl)
@@ -31,7 +32,7 @@ if "weighted_bias_swiglu_impl" in globals():
     #   retires when: upstream's own function reads and writes the one buffer once each way
     _upstream_weighted_bias_swiglu_impl = weighted_bias_swiglu_impl
     _weighted_bias_swiglu_impl = _TakenOver(
-        "weighted_bias_swiglu_impl", _upstream_weighted_bias_swiglu_impl, tensors=3
+        _SWIGLU, "weighted_bias_swiglu_impl", _upstream_weighted_bias_swiglu_impl, tensors=3
     )
 
     @_functools.wraps(_upstream_weighted_bias_swiglu_impl)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 
 try:
+    from . import activations as activations  # they have no class, but a switch and counters
     from . import installed, job, settings
-    from . import linear_cross_entropy as linear_cross_entropy  # it has no class, but a switch and counters
+    from . import linear_cross_entropy as linear_cross_entropy  # the same
     from .cross_entropy import LigerMegatronCrossEntropy
     from .dispatch import FallbackError, counters, reset_counters
     from .norms import LigerMegatronRMSNorm

@@ -11,13 +11,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-OPS = ("swiglu", "cross_entropy", "norms", "linear_cross_entropy")
+OPS = ("swiglu", "cross_entropy", "norms", "activations", "linear_cross_entropy")
 """Every op this overlay has."""
 
 ON_REQUEST = ("linear_cross_entropy",)
 """The ops that run only where ``LIGER_MEGATRON`` names them; ``default`` stands for all others."""
 
-IN_PLACE_OPS = ("swiglu", "cross_entropy")
+IN_PLACE_OPS = ("swiglu", "cross_entropy", "activations")
 """The ops that can write the gradient over the saved activation."""
 
 SWITCH = "LIGER_MEGATRON"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU's kernels against float64, in Triton's interpreter or, where there is a GPU, compiled."""
+"""SwiGLU and its kin against float64, in Triton's interpreter or, where there is a GPU, compiled."""
 
 from __future__ import annotations
 
@@ -16,13 +16,78 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from liger_kernels import gated as module
 from liger_kernels import launches
-from liger_kernels import swiglu as module
-from liger_kernels.swiglu import swiglu, swiglu_reference
+from liger_kernels.gated import quick_geglu, squared_relu, swiglu, swiglu_reference
 from torch.utils.checkpoint import checkpoint
 
+Inputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-MODES = ["plain", "bias", "weights"]
+
+# All types can hold it, and some values of bfloat16 are equal to it, which still have their gradients.
+CLAMP = 0.6875
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A function of the kernels' module, its operands beside y, and options."""
+
+    kind: str = "swiglu"
+    operands: tuple[str, ...] = ()
+    options: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def parts(self) -> int:
+        """How many times as wide as the result y is."""
+        return 1 if self.kind == "squared_relu" else 2
+
+    def _call(self, function: Callable[..., torch.Tensor], inputs: Inputs, **options: Any) -> torch.Tensor:
+        named = {k: x for k, x in zip(("bias", "weights"), inputs[1:]) if x is not None}
+        return function(inputs[0], **named, **{**dict(self.options), **options})
+
+    def __call__(
+        self,
+        y: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        return self._call(getattr(module, self.kind), (y, bias, weights), **options)
+
+    def reference(
+        self,
+        y: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        return self._call(getattr(module, f"{self.kind}_reference"), (y, bias, weights), **options)
+
+    def launches(self, *, bias: bool = False, weights: bool = False) -> dict[str, int]:
+        """Those of a forward and a backward where these gradients are asked for."""
+        counts = {f"{self.kind}_forward": 1, f"{self.kind}_backward": 1 + (bias and weights)}
+        return counts | ({f"{self.kind}_bias_reduce": 1} if bias else {})
+
+
+# What each launch is given, and each entry of Megatron-Core: the clamp is not that of the kernels' users
+# there, but one that cuts off a good part of these numbers.
+FORMS = {
+    "plain": Mode(),
+    "bias": Mode(operands=("bias",)),
+    "weights": Mode(operands=("weights",)),
+    "geglu": Mode("geglu"),
+    "geglu-bias": Mode("geglu", ("bias",)),
+    "quick-weights": Mode("quick_geglu", ("weights",)),
+    "quick-bias-weights": Mode(
+        "quick_geglu", ("bias", "weights"), (("linear_offset", 1.0), ("clamp_value", CLAMP))
+    ),
+    "squared": Mode("squared_relu"),
+    "squared-weights": Mode("squared_relu", ("weights",)),
+}
+SWIGLU_MODES = ["plain", "bias", "weights"]
+MODES = list(FORMS)
+FLOAT8_MODES = [name for name, mode in FORMS.items() if mode.kind in ("swiglu", "quick_geglu")]
 
 # The regimes of a launch. n = 1 and 3: odd, no wide access, a hundred rows and more to a program. 128: many
 # rows to a program, all lanes used. 1000: a multiple of 8 only, masked tail. 1536: a tail that is a multiple
@@ -57,9 +122,6 @@ class Result:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-Inputs = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-
-
 def leaf(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.detach().requires_grad_()
 
@@ -85,34 +147,39 @@ def make(
     mode: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Inputs, torch.Tensor]:
     """Fresh random inputs and an output gradient. `shape` is that of the output."""
-    wide = (*shape[:-1], 2 * shape[-1])
+    form = FORMS[mode]
+    wide = (*shape[:-1], form.parts * shape[-1])
     y = torch.randn(wide, device=device).to(dtype)
-    bias = torch.randn(wide[-1], device=device).to(dtype) if mode == "bias" else None
-    weights = torch.rand(*shape[:-1], 1, device=device) if mode == "weights" else None
+    bias = torch.randn(wide[-1], device=device).to(dtype) if "bias" in form.operands else None
+    weights = torch.rand(*shape[:-1], 1, device=device) if "weights" in form.operands else None
     return (y, bias, weights), torch.randn(shape, device=device).to(dtype)
 
 
-def scales(inputs: Inputs, dout: torch.Tensor) -> dict[str, torch.Tensor]:
+def scales(mode: Mode, inputs: Inputs, dout: torch.Tensor) -> dict[str, torch.Tensor]:
     """For each result the magnitudes of its terms, summed in float64: what its error scales with."""
-    y, bias, weights = (None if x is None else x.double() for x in inputs)
+    y, bias, weights = (None if x is None else x.double().abs() for x in inputs)
     dout = dout.double().abs()
-    gate, up = (y if bias is None else y.abs() + bias.abs()).abs().chunk(2, -1)
-    out, dup = gate * up, dout * gate
-    dgate = dout * up * (1 + gate)
+    y = y if bias is None else y + bias
+    if mode.kind == "squared_relu":
+        out, dy = y * y, (2 * dout * y,)
+    else:
+        gate, up = y.chunk(2, -1)
+        up = up + dict(mode.options).get("linear_offset", 0.0)
+        out, dy = gate * up, (dout * up * (1 + gate), dout * gate)
+    found = {}
     if weights is not None:
-        dweights = (dout * out).sum(-1, keepdim=True)
-        weights = weights.abs()
-        out, dgate, dup = out * weights, dgate * weights, dup * weights
-        return {"out": out, "dy": torch.cat((dgate, dup), -1), "dweights": dweights}
-    dy = torch.cat((dgate, dup), -1)
-    return {"out": out, "dy": dy, "dbias": dy.reshape(dy.shape[:-1].numel(), dy.shape[-1]).sum(0)}
+        found["dweights"] = (dout * out).sum(-1, keepdim=True)
+        out, dy = out * weights, tuple(half * weights for half in dy)
+    found |= {"out": out, "dy": torch.cat(dy, -1)}
+    return found | {"dbias": found["dy"].reshape(y.shape[:-1].numel(), y.shape[-1]).sum(0)}
 
 
-def check(inputs: Inputs, dout: torch.Tensor, got: Result, **options: Any) -> None:
+def check(inputs: Inputs, dout: torch.Tensor, got: Result, mode: str = "plain", **options: Any) -> None:
     """`got` is rounded once, and no further from float64 than PyTorch's computation in these dtypes."""
-    exact = run(swiglu_reference, inputs, dout, torch.float64, **options).tensors()
-    native = run(swiglu_reference, inputs, dout, **options).tensors()
-    scale = scales(inputs, dout)
+    form = FORMS[mode]
+    exact = run(form.reference, inputs, dout, torch.float64, **options).tensors()
+    native = run(form.reference, inputs, dout, **options).tensors()
+    scale = scales(form, inputs, dout)
     assert got.tensors().keys() == exact.keys()
     for name, value in got.tensors().items():
         assert value.dtype == native[name].dtype, name
@@ -129,35 +196,36 @@ def check(inputs: Inputs, dout: torch.Tensor, got: Result, **options: Any) -> No
             assert error.norm() <= theirs + ARITHMETIC * exact[name].norm(), name
 
 
-@pytest.mark.parametrize("mode", MODES)
+# The launches of all are alike, so that SwiGLU's go through all regimes, the others' through some.
+@pytest.mark.parametrize(
+    ("mode", "n"),
+    [(mode, n) for mode in MODES for n in (COLUMNS if mode in SWIGLU_MODES else (3, 1000, 4864))],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", COLUMNS)
 def test_against_float64(n: int, dtype: torch.dtype, mode: str, device: torch.device) -> None:
     for rows in ROWS if n < 10000 else ROWS[:3]:
         inputs, dout = make(mode, (rows, n), dtype, device)
-        check(inputs, dout, run(swiglu, inputs, dout))
+        check(inputs, dout, run(FORMS[mode], inputs, dout), mode)
 
 
-@pytest.mark.parametrize("mode", ["plain", "bias"])
+@pytest.mark.parametrize("mode", ["plain", "bias", "quick-bias-weights", "squared-weights"])
 @pytest.mark.parametrize("shape", [(5,), (1, 24), (3, 2, 24), (2, 1, 3, 24)], ids=str)
 def test_any_number_of_dimensions(shape: tuple[int, ...], mode: str, device: torch.device) -> None:
     inputs, dout = make(mode, shape, torch.bfloat16, device)
-    check(inputs, dout, run(swiglu, inputs, dout))
+    check(inputs, dout, run(FORMS[mode], inputs, dout), mode)
 
 
-def test_many_rows_to_a_split_of_the_bias_gradient(device: torch.device) -> None:
+@pytest.mark.parametrize("mode", ["bias", "quick-bias-weights"])
+def test_many_rows_to_a_split_of_the_bias_gradient(mode: str, device: torch.device) -> None:
     rows = 2000 if device.type == "cpu" else 100_000
-    inputs, dout = make("bias", (rows, 24), torch.bfloat16, device)
-    check(inputs, dout, run(swiglu, inputs, dout))
+    inputs, dout = make(mode, (rows, 24), torch.bfloat16, device)
+    check(inputs, dout, run(FORMS[mode], inputs, dout), mode)
 
 
 # --- Clamped ---
 
-# All types can hold it, and some values of bfloat16 are equal to it, which still have their gradients.
-CLAMP = 0.6875
 
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SWIGLU_MODES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 128, 1000, 4864])
 def test_clamped(n: int, dtype: torch.dtype, mode: str, device: torch.device) -> None:
@@ -185,6 +253,37 @@ def test_known_values_clamped(device: torch.device) -> None:
         swiglu(y, clamp_value=0)
 
 
+def test_known_values_clamped_before_the_bias(device: torch.device) -> None:
+    """The bias goes beyond the bound, and has the gradients that the input has not."""
+    y = torch.tensor([[1.0, 1.0], [2.0, -2.0], [-9.0, 0.0]], device=device)
+    bias = torch.tensor([1.0, 2.0], device=device)
+    weights = torch.tensor([[1.0], [2.0], [1.0]], device=device)
+
+    options = {"linear_offset": 1.0, "clamp_value": 1.0}
+
+    result = run(quick_geglu, (y, bias, weights), torch.ones(3, 1, device=device), **options)
+    # quick_gelu and its slope at 2 and -8; up is 1, -1 and 0, and 3 more.
+    act, slope, low, low_slope = 1.9356586, 1.0738154, -9.7664289e-6, -1.5401638e-5
+    expected = {
+        "out": [[4 * act], [2 * 2 * act], [3 * low]],
+        "dy": [[4 * slope, act], [0.0, 0.0], [3 * low_slope, low]],
+        "dbias": [4 * slope + 2 * 2 * slope + 3 * low_slope, act + 2 * act + low],
+        "dweights": [[4 * act], [2 * act], [3 * low]],
+    }
+    for name, value in result.tensors().items():
+        right = torch.tensor(expected[name])
+        torch.testing.assert_close(value.cpu(), right, rtol=1e-5, atol=1e-9, msg=name)
+    nan, inf = float("nan"), float("inf")
+    strange = torch.tensor([[nan, 0.5], [0.5, nan], [inf, 0.5], [0.5, -inf], [-inf, 0.5]], device=device)
+    ones = torch.ones(5, 1, device=device)
+    got = run(quick_geglu, (strange, bias, ones), ones, **options)
+    exact = run(module.quick_geglu_reference, (strange, bias, ones), ones, **options)
+    for name, value in got.tensors().items():
+        torch.testing.assert_close(value, exact.tensors()[name], equal_nan=True, msg=name)
+    with pytest.raises(ValueError, match=r"quick_geglu: clamp_value is -1\.0"):
+        quick_geglu(y, clamp_value=-1)
+
+
 # --- Kept for the backward as float8 ---
 
 
@@ -194,31 +293,31 @@ def in_float8(y: torch.Tensor) -> torch.Tensor:
 
 
 @needs_float8
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FLOAT8_MODES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 128, 1000, 4864])
 def test_float8_store(n: int, dtype: torch.dtype, mode: str, device: torch.device) -> None:
     """The output is that of the input, the gradients those of the copy, before the bias, in all shapes."""
     for shape in ((1, n), (7, n), (3, 2, n)):
         inputs, dout = make(mode, shape, dtype, device)
-        got = run(swiglu, inputs, dout, fp8_input_store=True)
-        assert torch.equal(got.out, swiglu(*inputs))
+        got = run(FORMS[mode], inputs, dout, fp8_input_store=True)
+        assert torch.equal(got.out, FORMS[mode](*inputs))
         stored = (in_float8(inputs[0]), *inputs[1:])
-        got.out = swiglu(*stored)
-        check(stored, dout, got)
+        got.out = FORMS[mode](*stored)
+        check(stored, dout, got, mode)
 
 
 @needs_float8
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FLOAT8_MODES)
 def test_float8_store_strides_in_place_and_clamped(mode: str, device: torch.device) -> None:
     inputs, dout = make(mode, (6, 40), torch.bfloat16, device)
     stored = (in_float8(inputs[0]), *inputs[1:])
-    expected = run(swiglu, stored, dout, clamp_value=CLAMP)
+    expected = run(FORMS[mode], stored, dout, clamp_value=CLAMP)
     for layout in (torch.clone, sliced, every_second, rows_last):
         source = leaf(inputs[0])
         y = layout(source * 1)
         bias, weights = leaf(inputs[1]), leaf(inputs[2])
-        out = swiglu(y, bias, weights, in_place=True, fp8_input_store=True, clamp_value=CLAMP)
+        out = FORMS[mode](y, bias, weights, in_place=True, fp8_input_store=True, clamp_value=CLAMP)
         out.backward(dout)
         assert torch.equal(y, inputs[0])
         assert torch.equal(source.grad, expected.dy)
@@ -253,7 +352,7 @@ def test_float8_store_saturates(dtype: torch.dtype, device: torch.device) -> Non
 
 
 @needs_float8
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FLOAT8_MODES)
 def test_float8_store_keeps_the_copy_alone(mode: str, device: torch.device) -> None:
     """A byte an element, its own storage; the input goes when its maker lets it go."""
     inputs, dout = make(mode, (33, 1000), torch.bfloat16, device)
@@ -261,7 +360,7 @@ def test_float8_store_keeps_the_copy_alone(mode: str, device: torch.device) -> N
     y = source * 1
     memory = weakref.ref(y.untyped_storage())
     with packed() as kept:
-        out = swiglu(y, bias, weights, fp8_input_store=True)
+        out = FORMS[mode](y, bias, weights, fp8_input_store=True)
     del y
     gc.collect()  # the interpreter leaves a cycle behind
     assert memory() is None
@@ -284,7 +383,7 @@ def test_float8_store_of_what_needs_no_backward(device: torch.device) -> None:
 # --- Marked for offloading ---
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SWIGLU_MODES)
 @pytest.mark.parametrize("options", [{}, {"fp8_input_store": True}, {"in_place": True}], ids=str)
 def test_offloaded(mode: str, options: dict[str, bool], device: torch.device) -> None:
     """What is saved of the input, and the bias, carry the mark; the caller's input and the weights do not."""
@@ -335,6 +434,28 @@ def test_known_values(dtype: torch.dtype, device: torch.device) -> None:
     torch.testing.assert_close(result.dy.cpu().double(), expected, rtol=close, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("mode", "out", "dy"),
+    [
+        # gelu(1) by tanh is 0.841192 and its slope 1.082964; quick_gelu(1) is 0.845796, its slope 1.067780.
+        ("geglu", 1.68238398, [2.16592817, 0.84119199]),
+        ("quick-weights", 1.69159153, [2.13555921, 0.84579577]),
+        ("squared", [1.0, 4.0], [2.0, 4.0]),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_known_values_of_the_kin(
+    dtype: torch.dtype, mode: str, out: Any, dy: list[float], device: torch.device
+) -> None:
+    y = torch.tensor([[1.0, 2.0]], dtype=dtype, device=device)
+    columns = 2 // FORMS[mode].parts
+    result = run(FORMS[mode], (y, None, None), torch.ones(1, columns, dtype=dtype, device=device))
+    close = torch.finfo(dtype).eps
+    for value, right in ((result.out, out), (result.dy, dy)):
+        expected = torch.tensor(right).double().view(1, -1)
+        torch.testing.assert_close(value.cpu().double(), expected, rtol=close, atol=1e-6)
+
+
 @pytest.mark.parametrize("rows", [1, 4096])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_known_values_with_bias(dtype: torch.dtype, rows: int, device: torch.device) -> None:
@@ -373,25 +494,42 @@ def test_known_values_with_weights(weight_dtype: torch.dtype, device: torch.devi
     )
 
 
+@pytest.mark.parametrize("mode", ["plain", "geglu", "quick-weights", "squared"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @IGNORE_OVERFLOW
-def test_extreme_values(dtype: torch.dtype, device: torch.device) -> None:
+def test_extreme_values(dtype: torch.dtype, mode: str, device: torch.device) -> None:
     """Infinities and NaN come out where float64 has them; nothing overflows on the way to a finite result."""
     inf, nan, tiny = float("inf"), float("nan"), torch.finfo(dtype).smallest_normal / 8
     values = [0.0, -0.0, 1.0, -1.0, 20.0, -20.0, 1e4, -1e4, inf, -inf, nan, tiny, -tiny]
     pairs = torch.tensor(list(itertools.product(values, values)), dtype=torch.float64)
     inputs: Inputs = (pairs.to(dtype).to(device), None, None)
-    dout = torch.ones(len(pairs), 1, dtype=dtype, device=device)
+    dout = torch.ones(len(pairs), 2 // FORMS[mode].parts, dtype=dtype, device=device)
     got, exact = (
-        run(swiglu, inputs, dout).tensors(),
-        run(swiglu_reference, inputs, dout, torch.float64).tensors(),
+        run(FORMS[mode], inputs, dout).tensors(),
+        run(FORMS[mode].reference, inputs, dout, torch.float64).tensors(),
     )
     smallest = max(torch.finfo(dtype).smallest_normal, 1e-37)
+    # Where what goes into an exponential is rounded, the result is off by that times its size, 34 at -20.
+    close = max(2 * torch.finfo(dtype).eps, 0.0 if mode == "plain" else 64 * 2.0**-24)
+    # Autograd adds two parts of quick-GELU's slope, infinite ones of other signs where up is infinite.
+    compared = torch.full((len(pairs),), True) if mode != "quick-weights" else ~pairs[:, 1].isinf()
     for name, value in got.items():
-        rounded = exact[name].to(dtype).double()
+        rows = compared if name == "dy" else slice(None)
+        rounded = exact[name].to(dtype).double()[rows]
         torch.testing.assert_close(
-            value.double(), rounded, rtol=2 * torch.finfo(dtype).eps, atol=smallest, equal_nan=True, msg=name
+            value.double()[rows], rounded, rtol=close, atol=smallest, equal_nan=True, msg=name
         )
+
+
+@IGNORE_OVERFLOW
+def test_gelu_of_numbers_whose_cube_overflows(device: torch.device) -> None:
+    """As upstream's formula, which is finite as far as the square is."""
+    gate = torch.tensor([1e14, -1e14, 1e18, -1e18], device=device)
+    y = torch.stack((gate, torch.full_like(gate, 2.0)), 1)
+    result = run(FORMS["geglu"], (y, None, None), torch.ones(4, 1, device=device))
+    assert torch.equal(result.out[:, 0], torch.where(gate > 0, 2 * gate, 0.0))
+    expected = torch.stack((2.0 * (gate > 0), gate.clamp(min=0)), 1)
+    assert torch.equal(result.dy, expected)
 
 
 def test_subnormal_results_survive(device: torch.device) -> None:
@@ -486,9 +624,9 @@ def test_output_gradients_that_repeat(mode: str, device: torch.device) -> None:
     one = torch.ones((), device=device)
     per_row = torch.arange(1.0, 6.0, device=device)[:, None]
     for repeated in (one.expand(5, 40), dout[:1].expand(5, 40), per_row.expand(5, 40)):
-        got = run(swiglu, inputs, repeated)
-        check(inputs, repeated.contiguous(), got)
-    dy = [run(swiglu, inputs, repeated).dy for repeated in (one.expand(5, 40), per_row.expand(5, 40))]
+        got = run(FORMS[mode], inputs, repeated)
+        check(inputs, repeated.contiguous(), got, mode)
+    dy = [run(FORMS[mode], inputs, repeated).dy for repeated in (one.expand(5, 40), per_row.expand(5, 40))]
     torch.testing.assert_close(dy[1], dy[0] * per_row, rtol=1e-6, atol=1e-7)
 
 
@@ -546,14 +684,15 @@ def test_any_shape_and_strides(
     # Leading dimensions in another order in memory, columns in the middle of a wider buffer, any order for
     # dout.
     memory = [d for d in order if d < len(leading)]
-    buffer = torch.zeros([*(leading[d] for d in memory), pad[0] + 2 * n + pad[1]], dtype=dtype, device=device)
-    strided = buffer[..., pad[0] : pad[0] + 2 * n].permute(
+    width = y.shape[-1]
+    buffer = torch.zeros([*(leading[d] for d in memory), pad[0] + width + pad[1]], dtype=dtype, device=device)
+    strided = buffer[..., pad[0] : pad[0] + width].permute(
         *(memory.index(d) for d in range(len(leading))), -1
     )
     strided.copy_(y)
     memory = [d for d in dout_order if d < dout.dim()]
     strided_dout = dout.permute(memory).contiguous().permute(*(memory.index(d) for d in range(dout.dim())))
-    check(inputs, dout, run(swiglu, (strided, *inputs[1:]), strided_dout))
+    check(inputs, dout, run(FORMS[mode], (strided, *inputs[1:]), strided_dout), mode)
 
 
 # --- Nothing to do ---
@@ -566,7 +705,7 @@ def test_empty(
     shape: tuple[int, ...], mode: str, in_place: bool, device: torch.device, launched: Counter[str]
 ) -> None:
     inputs, dout = make(mode, shape, torch.bfloat16, device)
-    result = run(lambda *args: swiglu(*args, in_place=in_place), inputs, dout)
+    result = run(lambda *args: FORMS[mode](*args, in_place=in_place), inputs, dout)
     assert result.out.shape == shape
     assert result.out.dtype == torch.bfloat16
     assert result.dy.shape == inputs[0].shape
@@ -579,30 +718,23 @@ def test_empty(
 # --- Autograd ---
 
 
-@pytest.mark.parametrize("mode", ["bias", "weights"])
-@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)], ids=str)
-def test_only_the_gradients_asked_for(
-    mode: str, wanted: tuple[bool, bool], device: torch.device, launched: Counter[str]
-) -> None:
+@pytest.mark.parametrize("mode", [name for name, mode in FORMS.items() if mode.operands])
+def test_only_the_gradients_asked_for(mode: str, device: torch.device, launched: Counter[str]) -> None:
     inputs, dout = make(mode, (5, 40), torch.bfloat16, device)
-    expected = run(swiglu, inputs, dout)
-    launched.clear()
-    y, bias, weights = leaf(inputs[0]), leaf(inputs[1]), leaf(inputs[2])
-    y.requires_grad_(wanted[0])
-    for parameter in (bias, weights):
-        if parameter is not None:
-            parameter.requires_grad_(wanted[1])
-    swiglu(y, bias, weights).backward(dout)
-    parameter, grad = (bias, expected.dbias) if mode == "bias" else (weights, expected.dweights)
-    for tensor, right, asked in ((y, expected.dy, wanted[0]), (parameter, grad, wanted[1])):
-        if asked:  # another kernel may have computed it, so it need not be equal to the bit
-            torch.testing.assert_close(tensor.grad, right, rtol=torch.finfo(right.dtype).eps, atol=1e-6)
-        else:
-            assert tensor.grad is None
-    counts = {"swiglu_forward": 1, "swiglu_backward": 1}
-    if mode == "bias" and wanted[1]:
-        counts["swiglu_bias_reduce"] = 1
-    assert launched == counts
+    full = run(FORMS[mode], inputs, dout)
+    expected = (full.dy, full.dbias, full.dweights)
+    there = [i for i, x in enumerate(inputs) if x is not None]
+    for wanted in itertools.chain(*(itertools.combinations(there, count) for count in range(1, 4))):
+        launched.clear()
+        tensors = [None if x is None else x.clone().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
+        FORMS[mode](*tensors).backward(dout)
+        for i in there:
+            if i in wanted:  # another kernel may have computed it, so it need not be equal to the bit
+                eps = torch.finfo(expected[i].dtype).eps
+                torch.testing.assert_close(tensors[i].grad, expected[i], rtol=eps, atol=1e-6)
+            else:
+                assert tensors[i].grad is None
+        assert launched == FORMS[mode].launches(bias=1 in wanted, weights=2 in wanted)
 
 
 def test_no_gradient_no_backward(device: torch.device, launched: Counter[str]) -> None:
@@ -617,7 +749,7 @@ def test_no_gradient_no_backward(device: torch.device, launched: Counter[str]) -
 def test_the_output_owns_its_storage(mode: str, device: torch.device) -> None:
     for shape in ((5, 40), (5, 2, 40), (0, 40)):
         inputs, _ = make(mode, shape, torch.bfloat16, device)
-        out = swiglu(leaf(inputs[0]), *inputs[1:])
+        out = FORMS[mode](leaf(inputs[0]), *inputs[1:])
         assert out._base is None
         assert out.is_contiguous()
         assert out.storage_offset() == 0
@@ -629,7 +761,7 @@ def test_backward_twice_gives_the_same(mode: str, device: torch.device) -> None:
     inputs, dout = make(mode, (33, 1000), torch.bfloat16, device)
     y, bias, weights = leaf(inputs[0]), leaf(inputs[1]), leaf(inputs[2])
     leaves = [x for x in (y, bias, weights) if x is not None]
-    out = swiglu(y, bias, weights)
+    out = FORMS[mode](y, bias, weights)
     first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
     second = torch.autograd.grad(out, leaves, dout)
     assert all(torch.equal(a, b) for a, b in zip(first, second))
@@ -638,7 +770,7 @@ def test_backward_twice_gives_the_same(mode: str, device: torch.device) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_two_runs_are_bitwise_equal(mode: str, device: torch.device) -> None:
     inputs, dout = make(mode, (257, 1000), torch.bfloat16, device)
-    first, second = (run(swiglu, inputs, dout).tensors() for _ in range(2))
+    first, second = (run(FORMS[mode], inputs, dout).tensors() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -650,7 +782,7 @@ def test_double_backward_is_refused(mode: str, constant: bool, device: torch.dev
     y, bias, weights = (None if x is None else leaf(x) for x in inputs)
     leaves = [x for x in (y, bias, weights) if x is not None]
     dout = torch.ones(5, 40, device=device, requires_grad=not constant)
-    gradients = torch.autograd.grad(swiglu(y, bias, weights), leaves, dout, create_graph=True)
+    gradients = torch.autograd.grad(FORMS[mode](y, bias, weights), leaves, dout, create_graph=True)
     for gradient in gradients:
         with pytest.raises(RuntimeError, match="once_differentiable"):
             (gradient.sum() + y.sum()).backward(retain_graph=True)
@@ -672,13 +804,13 @@ def test_an_input_changed_after_the_forward_is_refused(device: torch.device) -> 
 @pytest.mark.parametrize("layout", [torch.clone, sliced, every_second])
 def test_in_place(mode: str, layout: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
     inputs, dout = make(mode, (33, 1000), torch.bfloat16, device)
-    expected = run(swiglu, inputs, dout)
+    expected = run(FORMS[mode], inputs, dout)
     source = leaf(inputs[0])
     bias, weights = leaf(inputs[1]), leaf(inputs[2])
     y = layout(source)
     grads: list[torch.Tensor] = []
     y.register_hook(grads.append)
-    out = swiglu(y, bias, weights, in_place=True)
+    out = FORMS[mode](y, bias, weights, in_place=True)
     out.backward(dout)
     assert torch.equal(out, expected.out)
     assert grads[0].data_ptr() == y.data_ptr()
@@ -701,7 +833,7 @@ def test_in_place_leaves_the_rest_of_a_buffer_alone(device: torch.device) -> Non
 @pytest.mark.parametrize("mode", MODES)
 def test_in_place_a_second_backward_is_refused(mode: str, device: torch.device) -> None:
     inputs, dout = make(mode, (5, 40), torch.bfloat16, device)
-    out = swiglu(leaf(inputs[0]) * 1, leaf(inputs[1]), leaf(inputs[2]), in_place=True)
+    out = FORMS[mode](leaf(inputs[0]) * 1, leaf(inputs[1]), leaf(inputs[2]), in_place=True)
     out.backward(dout, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward(dout)
@@ -794,12 +926,13 @@ def test_saved_tensors_that_come_back_with_other_strides(
 ) -> None:
     """A clone of some columns of a wider buffer has rows that follow each other."""
     inputs, dout = make(mode, (5, 40), torch.bfloat16, device)
-    expected = run(swiglu, inputs, dout)
+    expected = run(FORMS[mode], inputs, dout)
     source = leaf(torch.cat((inputs[0], inputs[0]), dim=1))
     bias, weights = (None if x is None else leaf(x) for x in inputs[1:])
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
-        swiglu((source * 1)[:, :80], bias, weights, in_place=in_place).backward(dout)
-    assert torch.equal(source.grad[:, :80], expected.dy)
+        width = inputs[0].shape[1]
+        FORMS[mode]((source * 1)[:, :width], bias, weights, in_place=in_place).backward(dout)
+    assert torch.equal(source.grad[:, :width], expected.dy)
 
 
 def test_in_place_and_hooks_that_keep_the_tensor(device: torch.device) -> None:
@@ -823,7 +956,7 @@ def test_in_place_and_recomputation(mode: str, device: torch.device) -> None:
     inputs, dout = make(mode, (5, 40), torch.float32, device)
 
     def region(y: torch.Tensor, *rest: torch.Tensor | None, in_place: bool) -> torch.Tensor:
-        return swiglu(torch.tanh(y), *rest, in_place=in_place)
+        return FORMS[mode](torch.tanh(y), *rest, in_place=in_place)
 
     grads = []
     for in_place in (False, True):
@@ -856,9 +989,9 @@ def test_pending_negation(device: torch.device) -> None:
     """A view whose sign is not in memory: every operand, and the output's gradient."""
     for mode in MODES:
         inputs, dout = make(mode, (5, 40), torch.float32, device)
-        expected = run(swiglu, inputs, dout)
+        expected = run(FORMS[mode], inputs, dout)
         negated = tuple(None if x is None else torch._neg_view(-x) for x in inputs)
-        result = run(swiglu, negated, torch._neg_view(-dout))
+        result = run(FORMS[mode], negated, torch._neg_view(-dout))
         for name, value in expected.tensors().items():
             assert torch.equal(result.tensors()[name], value), name
 
@@ -891,6 +1024,19 @@ def test_refusals(device: torch.device) -> None:
         swiglu(y, bias.to("meta"))
     with pytest.raises(ValueError, match="meta"):
         swiglu(y, None, weights.to("meta"))
+
+
+def test_refusals_of_the_kin(device: torch.device) -> None:
+    y, weights = torch.zeros(4, 7, device=device), torch.zeros(4, 1, device=device)
+    assert squared_relu(y, weights).shape == (4, 7)
+    with pytest.raises(ValueError, match=r"squared_relu: weights .*\(3, 1\)"):
+        squared_relu(y, weights[:3])
+    with pytest.raises(ValueError, match=r"squared_relu: y has shape \(\)"):
+        squared_relu(y[0, 0])
+    with pytest.raises(TypeError, match=r"quick_geglu: y is torch\.float64"):
+        quick_geglu(y[:, :6].double())
+    with pytest.raises(ValueError, match=r"quick_geglu: y has shape \(4, 7\)"):
+        quick_geglu(y)
 
 
 # --- Launch choices ---
@@ -946,7 +1092,7 @@ def test_graph_capture(mode: str, device: torch.device) -> None:
     leaves = [x for x in (y, bias, weights) if x is not None]
 
     def step() -> tuple[torch.Tensor, ...]:
-        out = swiglu(y, bias, weights)
+        out = FORMS[mode](y, bias, weights)
         return (out, *torch.autograd.grad(out, leaves, dout))
 
     side = torch.cuda.Stream()
@@ -964,7 +1110,7 @@ def test_graph_capture(mode: str, device: torch.device) -> None:
                 if static is not None:
                     static.copy_(value)
         graph.replay()
-        expected = list(run(swiglu, fresh, fresh_dout).tensors().values())
+        expected = list(run(FORMS[mode], fresh, fresh_dout).tensors().values())
         assert all(torch.equal(a, b) for a, b in zip(captured, expected))
 
 
@@ -983,7 +1129,7 @@ def compiled_variants() -> int:
 def test_row_counts_do_not_specialise(mode: str, device: torch.device) -> None:
     def step(rows: int) -> None:
         inputs, dout = make(mode, (rows, 1536), torch.bfloat16, device)
-        run(swiglu, inputs, dout)
+        run(FORMS[mode], inputs, dout)
 
     before = compiled_variants()
     step(5)

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""SwiGLU over one buffer: `silu(gate) · up`, the gate in columns [0, n) and up in [n, 2n) of the same row.
+"""SwiGLU and its kin over one buffer: `act(gate) · up`, the gate in columns [0, n) of a row, up in [n, 2n).
 
 The kernels address both halves through one pointer: nothing is chunked, copied or concatenated. The forward
 moves 3n elements a row, the backward 5n, and less is not possible. The bias gradient takes no atomics: a
 program walks a fixed set of rows with its sums in registers and writes them once, to its own row of a small
 float32 buffer. The forward can write a float8 copy of its input on the way, for the backward to read instead.
+
+Of SwiGLU, GeGLU and quick-GeGLU the activation is `gate · sigmoid(z)`, each with its own z: GELU by tanh is
+one too, as `(1 + tanh(u)) / 2 = sigmoid(2u)`, which loses nothing where tanh is near -1. Squared ReLU has no
+up; its rows are n wide.
 """
 
 from __future__ import annotations
@@ -24,19 +28,51 @@ from .launches import LAUNCHES, Launch, as_rows, device_guard, multiprocessors, 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+# --- The same in plain PyTorch, in the dtypes given. `y` `[..., 2n]`, `bias` `[2n]`, `weights` `[..., 1]` ---
+
+
 def swiglu_reference(
     y: torch.Tensor,
     bias: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
     clamp_value: float | None = None,
 ) -> torch.Tensor:
-    """The same in plain PyTorch, in the dtypes given. `y` `[..., 2n]`, `bias` `[2n]`, `weights` `[..., 1]`"""
     if bias is not None:
         y = y + bias
     gate, up = y.chunk(2, dim=-1)
     if clamp_value is not None:
         gate, up = gate.clamp(max=clamp_value), up.clamp(-clamp_value, clamp_value)
     out = F.silu(gate) * up
+    return out if weights is None else (out * weights).to(y.dtype)
+
+
+def geglu_reference(
+    y: torch.Tensor, bias: torch.Tensor | None = None, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    gate, up = (y if bias is None else y + bias).chunk(2, dim=-1)
+    out = F.gelu(gate, approximate="tanh") * up
+    return out if weights is None else (out * weights).to(y.dtype)
+
+
+def quick_geglu_reference(
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    linear_offset: float = 0.0,
+    clamp_value: float | None = None,
+) -> torch.Tensor:
+    """The clamp comes before the bias."""
+    if clamp_value is not None:
+        gate, up = y.chunk(2, dim=-1)
+        y = torch.cat((gate.clamp(max=clamp_value), up.clamp(-clamp_value, clamp_value)), dim=-1)
+    gate, up = (y if bias is None else y + bias).chunk(2, dim=-1)
+    out = gate * torch.sigmoid(1.702 * gate) * (up + linear_offset)
+    return out if weights is None else (out * weights).to(y.dtype)
+
+
+def squared_relu_reference(y: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """`y` is `[..., n]` here."""
+    out = F.relu(y).square()
     return out if weights is None else (out * weights).to(y.dtype)
 
 
@@ -76,20 +112,26 @@ def choose_launch(kernel: str, n: int, element_size: int, warp_size: int = WARP_
 # --- Kernels --- Bare names are pointers, p_ addresses, b_ loaded blocks, o_ offsets, m_ masks, i_ program
 # indices. Rows are counted in 64 bits before a stride multiplies them. `rows` changes with every batch and
 # must not specialise; n, the strides and the block counts belong to the model, and Triton derives the 16-byte
-# accesses from them.
+# accesses from them. `clamp_y` bounds what is loaded, `clamp` what the bias was added to.
+
+TANH_TWICE: tl.constexpr = tl.constexpr(1.59576912)
+TANH_CUBIC: tl.constexpr = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _load_halves(p_x, n, m):
+def _load_halves(p_x, n, m, GATED: tl.constexpr = True):
     b_gate = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
-    b_up = tl.load(p_x + n, mask=m, other=0.0).to(tl.float32)
+    b_up = b_gate
+    if GATED:
+        b_up = tl.load(p_x + n, mask=m, other=0.0).to(tl.float32)
     return b_gate, b_up
 
 
 @triton.jit
-def _store_halves(p_x, n, m, b_gate, b_up):
+def _store_halves(p_x, n, m, b_gate, b_up, GATED: tl.constexpr = True):
     tl.store(p_x, b_gate.to(p_x.dtype.element_ty), mask=m)
-    tl.store(p_x + n, b_up.to(p_x.dtype.element_ty), mask=m)
+    if GATED:
+        tl.store(p_x + n, b_up.to(p_x.dtype.element_ty), mask=m)
 
 
 @triton.jit
@@ -102,19 +144,61 @@ def _clamped(b_gate, b_up, clamp):
 
 
 @triton.jit
-def _activate(b_gate, b_up, clamp):
-    b_gate, b_up = _clamped(b_gate, b_up, clamp)
-    return b_gate * tl.sigmoid(b_gate) * b_up
+def _within(b_dgate, b_dup, b_y_gate, b_y_up, clamp_y):
+    """The gradients of what was loaded. As with torch.clamp, what is beyond the bound has none, nor has NaN.
+
+    Fewer comparisons that live across the activation: with those of `_clamped`, narrow tiles spill on gfx942.
+    """
+    if clamp_y is not None:
+        b_dgate = tl.where(b_y_gate <= clamp_y, b_dgate, 0.0)
+        b_dup = tl.where(tl.abs(b_y_up) <= clamp_y, b_dup, 0.0)
+    return b_dgate, b_dup
 
 
 @triton.jit
-def _gradients(b_gate, b_up, b_dout, clamp):
+def _argument(b_gate, KIND: tl.constexpr):
+    """z of `gate · sigmoid(z)`."""
+    if KIND == "geglu":
+        b_gate = TANH_TWICE * b_gate * (1.0 + TANH_CUBIC * b_gate * b_gate)
+    elif KIND == "quick_geglu":
+        b_gate = 1.702 * b_gate
+    return b_gate
+
+
+@triton.jit
+def _activate(b_gate, b_up, offset, clamp, KIND: tl.constexpr):
+    b_gate, b_up = _clamped(b_gate, b_up, clamp)
+    if offset is not None:
+        b_up += offset
+    if KIND == "squared_relu":
+        b_gate = tl.where(b_gate < 0.0, 0.0, b_gate)  # NaN stays
+        b_out = b_gate * b_gate
+    else:
+        b_out = b_gate * tl.sigmoid(_argument(b_gate, KIND)) * b_up
+    return b_out
+
+
+@triton.jit
+def _gradients(b_gate, b_up, b_dout, offset, clamp, KIND: tl.constexpr):
     """The gradients of gate and up; a value that is clamped has none."""
     b_inner_gate, b_inner_up = _clamped(b_gate, b_up, clamp)
-    b_sigmoid = tl.sigmoid(b_inner_gate)
-    b_silu = b_inner_gate * b_sigmoid
-    b_dgate = b_dout * b_inner_up * (b_sigmoid * (1.0 + b_inner_gate * (1.0 - b_sigmoid)))
-    b_dup = b_dout * b_silu
+    if offset is not None:
+        b_inner_up += offset
+    if KIND == "squared_relu":
+        b_dgate = b_dout * 2.0 * tl.where(b_inner_gate < 0.0, 0.0, b_inner_gate)
+        b_dup = b_dgate  # of nothing
+    else:
+        b_argument = _argument(b_inner_gate, KIND)
+        b_sigmoid = tl.sigmoid(b_argument)
+        b_act = b_inner_gate * b_sigmoid
+        if KIND == "geglu":
+            # In this order the square may be of any finite size: what it is multiplied by is 0 by then.
+            b_slope = TANH_TWICE * (1.0 + 3.0 * TANH_CUBIC * b_inner_gate * b_inner_gate)
+            b_slope = b_sigmoid + b_act * (1.0 - b_sigmoid) * b_slope
+            b_dgate = b_dout * b_inner_up * b_slope
+        else:
+            b_dgate = b_dout * b_inner_up * (b_sigmoid * (1.0 + b_argument * (1.0 - b_sigmoid)))
+        b_dup = b_dout * b_act
     if clamp is not None:
         b_dgate = tl.where(b_gate > clamp, 0.0, b_dgate)
         b_dup = tl.where((b_up > clamp) | (b_up < -clamp), 0.0, b_dup)
@@ -122,7 +206,7 @@ def _gradients(b_gate, b_up, b_dout, clamp):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def swiglu_forward_kernel(
+def gated_forward_kernel(
     y,
     bias,
     weights,
@@ -130,13 +214,17 @@ def swiglu_forward_kernel(
     stored,
     stride_y,
     stride_weights,
+    offset,
+    clamp_y,
     clamp,
     rows,
     n,
     column_blocks,
+    KIND: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    GATED: tl.constexpr = KIND != "squared_relu"
     i_program = tl.program_id(0)
     o_r = (i_program // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     o_n = (i_program % column_blocks) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -144,13 +232,14 @@ def swiglu_forward_kernel(
     m_n = o_n < n
     m = m_r & m_n
 
-    b_gate, b_up = _load_halves(y + o_r * stride_y + o_n, n, m)
+    b_gate, b_up = _load_halves(y + o_r * stride_y + o_n, n, m, GATED)
     b_stored_gate, b_stored_up = b_gate, b_up
+    b_gate, b_up = _clamped(b_gate, b_up, clamp_y)
     if bias is not None:
         b_bias_gate, b_bias_up = _load_halves(bias + o_n, n, m_n)
         b_gate += b_bias_gate
         b_up += b_bias_up
-    b_out = _activate(b_gate, b_up, clamp)
+    b_out = _activate(b_gate, b_up, offset, clamp, KIND)
     if weights is not None:
         b_out *= tl.load(weights + o_r * stride_weights, mask=m_r, other=0.0).to(tl.float32)
     tl.store(out + o_r * n + o_n, b_out.to(out.dtype.element_ty), mask=m)
@@ -159,7 +248,7 @@ def swiglu_forward_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def swiglu_backward_kernel(
+def gated_backward_kernel(
     y,
     bias,
     weights,
@@ -170,14 +259,18 @@ def swiglu_backward_kernel(
     stride_weights,
     stride_dout,
     stride_dy,
+    offset,
+    clamp_y,
     clamp,
     rows,
     n,
     column_blocks,
+    KIND: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One block of columns a program, or, where a row's weight needs its gradient, all of them in turn."""
+    GATED: tl.constexpr = KIND != "squared_relu"
     i_program = tl.program_id(0)
     WHOLE_ROW: tl.constexpr = dweights is not None
     if WHOLE_ROW:
@@ -200,19 +293,21 @@ def swiglu_backward_kernel(
         o_n = (i_first + i_block) * BLOCK + tl.arange(0, BLOCK)[None, :]
         m_n = o_n < n
         m = m_r & m_n
-        b_gate, b_up = _load_halves(y + o_r * stride_y + o_n, n, m)
+        b_y_gate, b_y_up = _load_halves(y + o_r * stride_y + o_n, n, m, GATED)
+        b_gate, b_up = _clamped(b_y_gate, b_y_up, clamp_y)
         if bias is not None:
             b_bias_gate, b_bias_up = _load_halves(bias + o_n, n, m_n)
             b_gate += b_bias_gate
             b_up += b_bias_up
         b_dout = tl.load(dout + o_r * stride_dout + o_n, mask=m, other=0.0).to(tl.float32)
         if WHOLE_ROW:
-            b_dweights += b_dout * _activate(b_gate, b_up, clamp)
+            b_dweights += b_dout * _activate(b_gate, b_up, offset, clamp, KIND)
         if dy is not None:
             if weights is not None:
                 b_dout *= b_weights
-            b_dgate, b_dup = _gradients(b_gate, b_up, b_dout, clamp)
-            _store_halves(dy + o_r * stride_dy + o_n, n, m, b_dgate, b_dup)
+            b_dgate, b_dup = _gradients(b_gate, b_up, b_dout, offset, clamp, KIND)
+            b_dgate, b_dup = _within(b_dgate, b_dup, b_y_gate, b_y_up, clamp_y)
+            _store_halves(dy + o_r * stride_dy + o_n, n, m, b_dgate, b_dup, GATED)
 
     if WHOLE_ROW:
         b_sum = tl.sum(b_dweights, axis=1)[:, None]
@@ -220,20 +315,25 @@ def swiglu_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def swiglu_bias_backward_kernel(
+def gated_bias_backward_kernel(
     y,
     bias,
+    weights,
     dout,
     dy,
     partials,
     stride_y,
+    stride_weights,
     stride_dout,
     stride_dy,
+    offset,
+    clamp_y,
     clamp,
     rows,
     n,
     column_blocks,
     splits,
+    KIND: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -250,15 +350,20 @@ def swiglu_bias_backward_kernel(
     for i_row_block in tl.range(i_split, tl.cdiv(rows, ROWS), splits, num_stages=STAGES):
         o_r = (i_row_block * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         m = (o_r < rows) & m_n
-        b_gate, b_up = _load_halves(y + o_r * stride_y + o_n, n, m)
+        b_y_gate, b_y_up = _load_halves(y + o_r * stride_y + o_n, n, m)
+        b_gate, b_up = _clamped(b_y_gate, b_y_up, clamp_y)
         b_gate += b_bias_gate
         b_up += b_bias_up
         b_dout = tl.load(dout + o_r * stride_dout + o_n, mask=m, other=0.0).to(tl.float32)
-        b_dgate, b_dup = _gradients(b_gate, b_up, b_dout, clamp)
+        if weights is not None:
+            # A bound on the row, where one more mask spills on gfx942.
+            b_dout *= tl.load(weights + tl.minimum(o_r, rows - 1) * stride_weights).to(tl.float32)
+        b_dgate, b_dup = _gradients(b_gate, b_up, b_dout, offset, clamp, KIND)
         # A row past the end holds the bias alone, and an infinite bias times a gradient of 0 is NaN.
         b_sum_gate += tl.where(m, b_dgate, 0.0)
         b_sum_up += tl.where(m, b_dup, 0.0)
         if dy is not None:
+            b_dgate, b_dup = _within(b_dgate, b_dup, b_y_gate, b_y_up, clamp_y)
             _store_halves(dy + o_r * stride_dy + o_n, n, m, b_dgate, b_dup)
 
     p_partials = partials + i_split.to(tl.int64) * (2 * n) + o_n
@@ -267,7 +372,7 @@ def swiglu_bias_backward_kernel(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def swiglu_bias_reduce_kernel(partials, dbias, splits, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def gated_bias_reduce_kernel(partials, dbias, splits, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     m_n = o_n < columns
     b_sum = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
@@ -281,25 +386,52 @@ def swiglu_bias_reduce_kernel(partials, dbias, splits, columns, ROWS: tl.constex
 # --- Launchers: at least one row and one column ---
 
 
+class Options(NamedTuple):
+    """What is computed, and what is kept for the backward: as in the public functions, of the same names."""
+
+    kind: str = "swiglu"
+    in_place: bool = False
+    fp8_input_store: bool = False
+    cpu_offload_input: bool = False
+    linear_offset: float | None = None
+    clamp_y: float | None = None
+    clamp_value: float | None = None
+
+    @property
+    def parts(self) -> int:
+        """How many times as wide as a row of the result one of `y` is."""
+        return 1 if self.kind == "squared_relu" else 2
+
+    def size(self, y: torch.Tensor) -> tuple[int, int]:
+        """Rows, and columns of the result."""
+        n = y.shape[-1] // self.parts
+        return y.numel() // y.shape[-1], n
+
+    def numbers(self) -> tuple[float | None, float | None, float | None]:
+        """As the kernels take them."""
+        return self.linear_offset, self.clamp_y, self.clamp_value
+
+
+def _weights(weights: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
+    return (None, 0) if weights is None else as_rows(weights)
+
+
 def _forward(
     y: torch.Tensor,
     stride_y: int,
     bias: torch.Tensor | None,
     weights: torch.Tensor | None,
-    clamp: float | None,
+    options: Options,
     stored: torch.Tensor | None,
 ) -> torch.Tensor:
     """Writes the copy of `y` where one is given."""
-    n = y.shape[-1] // 2
-    rows = y.numel() // (2 * n)
+    rows, n = options.size(y)
     out = torch.empty((*y.shape[:-1], n), dtype=y.dtype, device=y.device)
-    stride_weights = 0
-    if weights is not None:
-        weights, stride_weights = as_rows(weights)
+    weights, stride_weights = _weights(weights)
     launch = choose_launch("forward", n, y.element_size())
     column_blocks = launch.column_blocks(n)
     with device_guard(y):
-        swiglu_forward_kernel[(launch.row_blocks(rows) * column_blocks,)](
+        gated_forward_kernel[(launch.row_blocks(rows) * column_blocks,)](
             y,
             bias,
             weights,
@@ -307,15 +439,16 @@ def _forward(
             stored,
             stride_y,
             stride_weights,
-            clamp,
+            *options.numbers(),
             rows,
             n,
             column_blocks,
+            KIND=options.kind,
             ROWS=launch.rows,
             BLOCK=launch.block,
             num_warps=launch.warps,
         )
-    LAUNCHES["swiglu_forward"] += 1
+    LAUNCHES[f"{options.kind}_forward"] += 1
     return out
 
 
@@ -324,24 +457,21 @@ def _backward(
     stride_y: int,
     bias: torch.Tensor | None,
     weights: torch.Tensor | None,
-    clamp: float | None,
+    options: Options,
     dout: torch.Tensor,
     dy: torch.Tensor | None,
     stride_dy: int,
     dweights: torch.Tensor | None,
 ) -> None:
     """Writes `dy` and `dweights`, each where it is given."""
-    n = y.shape[-1] // 2
-    rows = y.numel() // (2 * n)
+    rows, n = options.size(y)
     dout, stride_dout = as_rows(dout)
-    stride_weights = 0
-    if weights is not None:
-        weights, stride_weights = as_rows(weights)
+    weights, stride_weights = _weights(weights)
     launch = choose_launch("backward", n, dout.element_size())
     column_blocks = launch.column_blocks(n)
     programs = launch.row_blocks(rows) * (column_blocks if dweights is None else 1)
     with device_guard(y):
-        swiglu_backward_kernel[(programs,)](
+        gated_backward_kernel[(programs,)](
             y,
             bias,
             weights,
@@ -352,57 +482,62 @@ def _backward(
             stride_weights,
             stride_dout,
             stride_dy,
-            clamp,
+            *options.numbers(),
             rows,
             n,
             column_blocks,
+            KIND=options.kind,
             ROWS=launch.rows,
             BLOCK=launch.block,
             num_warps=launch.warps,
         )
-    LAUNCHES["swiglu_backward"] += 1
+    LAUNCHES[f"{options.kind}_backward"] += 1
 
 
 def _bias_backward(
     y: torch.Tensor,
     stride_y: int,
     bias: torch.Tensor,
-    clamp: float | None,
+    weights: torch.Tensor | None,
+    options: Options,
     dout: torch.Tensor,
     dy: torch.Tensor | None,
     stride_dy: int,
     dbias: torch.Tensor,
 ) -> None:
     """Writes `dbias`, and `dy` where it is given."""
-    n = y.shape[-1] // 2
-    rows = y.numel() // (2 * n)
+    rows, n = options.size(y)
     dout, stride_dout = as_rows(dout)
+    weights, stride_weights = _weights(weights)
     launch = choose_launch("bias_backward", n, dout.element_size())
     column_blocks = launch.column_blocks(n)
     programs = BIAS_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(y)
     splits = max(1, min(launch.row_blocks(rows), programs // column_blocks))
     partials = torch.empty((splits, 2 * n), dtype=torch.float32, device=y.device)
     with device_guard(y):
-        swiglu_bias_backward_kernel[(splits * column_blocks,)](
+        gated_bias_backward_kernel[(splits * column_blocks,)](
             y,
             bias,
+            weights,
             dout,
             dy,
             partials,
             stride_y,
+            stride_weights,
             stride_dout,
             stride_dy,
-            clamp,
+            *options.numbers(),
             rows,
             n,
             column_blocks,
             splits,
+            KIND=options.kind,
             ROWS=launch.rows,
             BLOCK=launch.block,
             STAGES=launch.stages,
             num_warps=launch.warps,
         )
-        swiglu_bias_reduce_kernel[(BIAS_REDUCE.column_blocks(2 * n),)](
+        gated_bias_reduce_kernel[(BIAS_REDUCE.column_blocks(2 * n),)](
             partials,
             dbias,
             splits,
@@ -411,24 +546,15 @@ def _bias_backward(
             BLOCK=BIAS_REDUCE.block,
             num_warps=BIAS_REDUCE.warps,
         )
-    LAUNCHES["swiglu_backward"] += 1
-    LAUNCHES["swiglu_bias_reduce"] += 1
+    LAUNCHES[f"{options.kind}_backward"] += 1
+    LAUNCHES[f"{options.kind}_bias_reduce"] += 1
 
 
 # --- Autograd ---
 
 
-class Options(NamedTuple):
-    """Those of `swiglu`, of the same names."""
-
-    in_place: bool = False
-    fp8_input_store: bool = False
-    cpu_offload_input: bool = False
-    clamp_value: float | None = None
-
-
-class SwiGLUFunction(torch.autograd.Function):
-    """`apply(y, bias, weights, options)`; its arguments are those of `swiglu`, already checked."""
+class GatedFunction(torch.autograd.Function):
+    """`apply(y, bias, weights, options)`; its arguments are those of a public function, already checked."""
 
     @staticmethod
     def forward(
@@ -439,7 +565,7 @@ class SwiGLUFunction(torch.autograd.Function):
         options: Options,
     ) -> torch.Tensor:
         y_rows, stride_y = as_rows(y)
-        ctx.dtype, ctx.clamp = y.dtype, options.clamp_value
+        ctx.dtype, ctx.options = y.dtype, options
         kept = not options.fp8_input_store and not options.cpu_offload_input and y_rows is y
         ctx.in_place = options.in_place and kept and may_overwrite(y, bias, weights)
         saved, stored = y_rows, None
@@ -453,10 +579,10 @@ class SwiGLUFunction(torch.autograd.Function):
                     x.activation_offloading = True  # type: ignore[attr-defined]
         ctx.save_for_backward(saved, bias, weights)
         if y.numel() == 0:
-            return torch.empty((*y.shape[:-1], y.shape[-1] // 2), dtype=y.dtype, device=y.device)
+            return torch.empty((*y.shape[:-1], y.shape[-1] // options.parts), dtype=y.dtype, device=y.device)
         if bias is not None:
             bias = bias.contiguous()
-        return _forward(y_rows, stride_y, bias, weights, ctx.clamp, stored)
+        return _forward(y_rows, stride_y, bias, weights, options, stored)
 
     @staticmethod
     @once_differentiable
@@ -483,47 +609,78 @@ class SwiGLUFunction(torch.autograd.Function):
             dy, stride_dy = torch.empty(y.shape, dtype=ctx.dtype, device=y.device), y.shape[-1]
         if bias is not None:
             bias = bias.contiguous()
+        if needs_weights:
+            dweights = torch.empty(weights.shape, dtype=weights.dtype, device=y.device)
         if needs_bias:
             dbias = torch.empty(bias.shape, dtype=bias.dtype, device=y.device)
-            _bias_backward(y, stride_y, bias, ctx.clamp, dout, dy, stride_dy, dbias)
+            if needs_weights:  # sums over columns beside those over rows; first, for y is still whole
+                _backward(y, stride_y, bias, weights, ctx.options, dout, None, stride_dy, dweights)
+            _bias_backward(y, stride_y, bias, weights, ctx.options, dout, dy, stride_dy, dbias)
         else:
-            if needs_weights:
-                dweights = torch.empty(weights.shape, dtype=weights.dtype, device=y.device)
-            _backward(y, stride_y, bias, weights, ctx.clamp, dout, dy, stride_dy, dweights)
+            _backward(y, stride_y, bias, weights, ctx.options, dout, dy, stride_dy, dweights)
         if in_place:
             # Kernels write past autograd's back: from here on it refuses whatever else has saved y.
             torch.autograd.graph.increment_version(y)
         return dy, dbias, dweights, None
 
 
-def _check(y: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None) -> None:
+def _check(kind: str, y: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None) -> None:
     if y.dtype not in DTYPES:
-        raise TypeError(f"swiglu: y is {y.dtype}; it must be bfloat16, float16 or float32")
-    if y.dim() == 0 or y.shape[-1] % 2:
+        raise TypeError(f"{kind}: y is {y.dtype}; it must be bfloat16, float16 or float32")
+    if y.dim() == 0 or (y.shape[-1] % 2 and kind != "squared_relu"):
         raise ValueError(
-            f"swiglu: y has shape {tuple(y.shape)}; its last dimension must hold gate and up, so be even"
+            f"{kind}: y has shape {tuple(y.shape)}; its last dimension must hold gate and up, so be even"
+            if kind != "squared_relu"
+            else f"{kind}: y has shape (); it needs a dimension"
         )
     if bias is not None:
-        if weights is not None:
-            raise NotImplementedError("swiglu: bias together with weights is not supported")
         if bias.dtype != y.dtype:
-            raise TypeError(f"swiglu: bias is {bias.dtype} and y {y.dtype}; they must be the same")
+            raise TypeError(f"{kind}: bias is {bias.dtype} and y {y.dtype}; they must be the same")
         if bias.dim() != 1 or bias.shape[0] != y.shape[-1]:
             raise ValueError(
-                f"swiglu: bias has shape {tuple(bias.shape)}; y {tuple(y.shape)} needs ({y.shape[-1]},)"
+                f"{kind}: bias has shape {tuple(bias.shape)}; y {tuple(y.shape)} needs ({y.shape[-1]},)"
             )
         if bias.device != y.device:
-            raise ValueError(f"swiglu: bias is on {bias.device} and y on {y.device}")
+            raise ValueError(f"{kind}: bias is on {bias.device} and y on {y.device}")
     if weights is not None:
         if weights.dtype not in DTYPES:
-            raise TypeError(f"swiglu: weights are {weights.dtype}; they must be bfloat16, float16 or float32")
+            raise TypeError(f"{kind}: weights are {weights.dtype}; they must be bfloat16, float16 or float32")
         rows = y.shape[:-1].numel()
         if weights.shape != (rows, 1) and weights.shape != (*y.shape[:-1], 1):
             raise ValueError(
-                f"swiglu: weights have shape {tuple(weights.shape)}; y {tuple(y.shape)} needs ({rows}, 1)"
+                f"{kind}: weights have shape {tuple(weights.shape)}; y {tuple(y.shape)} needs ({rows}, 1)"
             )
         if weights.device != y.device:
-            raise ValueError(f"swiglu: weights are on {weights.device} and y on {y.device}")
+            raise ValueError(f"{kind}: weights are on {weights.device} and y on {y.device}")
+
+
+def _bound(kind: str, clamp_value: float | None) -> float | None:
+    if clamp_value is None:
+        return None
+    clamp_value = float(clamp_value)
+    if not clamp_value > 0:
+        raise ValueError(f"{kind}: clamp_value is {clamp_value}; it must be positive")
+    return clamp_value
+
+
+def _gated(
+    y: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, options: Options
+) -> torch.Tensor:
+    _check(options.kind, y, bias, weights)
+    y = plain(y)
+    bias = None if bias is None else plain(bias)
+    weights = None if weights is None else plain(weights)
+    if options.fp8_input_store:
+        # A copy for a backward that never comes is no use.
+        needed = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (y, bias, weights)
+        )
+        options = options._replace(fp8_input_store=needed)
+    result: torch.Tensor = GatedFunction.apply(y, bias, weights, options)
+    return result
+
+
+# --- Public functions: all arithmetic is in float32 and each result is rounded once, when it is stored ---
 
 
 def swiglu(
@@ -537,8 +694,6 @@ def swiglu(
     clamp_value: float | None = None,
 ) -> torch.Tensor:
     """`silu(gate) · up`, where the last dimension of `y` holds the gate, then up.
-
-    All arithmetic is in float32 and each result is rounded once, when it is stored.
 
     Args:
         y: `[..., 2n]`, bfloat16, float16 or float32, any strides. Rows of no common stride are copied once.
@@ -568,19 +723,63 @@ def swiglu(
         ValueError: shapes or devices do not fit, or `clamp_value` is not positive.
         NotImplementedError: both bias and weights are given.
     """
-    _check(y, bias, weights)
-    y = plain(y)
-    bias = None if bias is None else plain(bias)
-    weights = None if weights is None else plain(weights)
-    if clamp_value is not None:
-        clamp_value = float(clamp_value)
-        if not clamp_value > 0:
-            raise ValueError(f"swiglu: clamp_value is {clamp_value}; it must be positive")
-    if fp8_input_store:
-        # A copy for a backward that never comes is no use.
-        fp8_input_store = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (y, bias, weights)
-        )
-    options = Options(in_place, fp8_input_store, cpu_offload_input, clamp_value)
-    result: torch.Tensor = SwiGLUFunction.apply(y, bias, weights, options)
-    return result
+    if bias is not None and weights is not None:
+        raise NotImplementedError("swiglu: bias together with weights is not supported")
+    bound = _bound("swiglu", clamp_value)
+    options = Options("swiglu", in_place, fp8_input_store, cpu_offload_input, clamp_value=bound)
+    return _gated(y, bias, weights, options)
+
+
+def geglu(
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    *,
+    in_place: bool = False,
+) -> torch.Tensor:
+    """`gelu(gate) · up` with GELU's approximation by tanh.
+
+    Args, results and errors are those of `swiglu`, but bias and weights can be given together.
+    """
+    return _gated(y, bias, weights, Options("geglu", in_place))
+
+
+def quick_geglu(
+    y: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    *,
+    in_place: bool = False,
+    fp8_input_store: bool = False,
+    linear_offset: float = 0.0,
+    clamp_value: float | None = None,
+) -> torch.Tensor:
+    """`gate · sigmoid(1.702 gate) · (up + linear_offset)`.
+
+    Args, results and errors are those of `swiglu`, but bias and weights can be given together, and
+    `clamp_value` bounds `y` before the bias is added: the bias has gradients everywhere. NaN in `y` stays in
+    the result, and has no gradient.
+    """
+    bound = _bound("quick_geglu", clamp_value)
+    offset = float(linear_offset) or None
+    options = Options("quick_geglu", in_place, fp8_input_store, linear_offset=offset, clamp_y=bound)
+    return _gated(y, bias, weights, options)
+
+
+def squared_relu(
+    y: torch.Tensor, weights: torch.Tensor | None = None, *, in_place: bool = False
+) -> torch.Tensor:
+    """`max(y, 0)²`, where NaN stays.
+
+    Args:
+        y: `[..., n]`, else as in `swiglu`.
+        weights, in_place: as in `swiglu`.
+
+    Returns:
+        `[..., n]` in the dtype of `y`: a contiguous tensor that owns its storage.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: shapes or devices do not fit.
+    """
+    return _gated(y, None, weights, Options("squared_relu", in_place))
