@@ -19,7 +19,7 @@ from scripts.workers import cases, parity_compare, step
 from scripts.workers.entries import ENTRIES, NORM_SLOTS
 
 FUSION = Path("megatron/core/fusions/fused_bias_swiglu.py")
-KERNEL = Path("megatron/core/liger/kernels/swiglu.py")
+KERNEL = Path("megatron/core/liger/kernels/gated.py")
 OPS = load_overlay().ops
 
 
@@ -99,7 +99,13 @@ def test_a_kernel_that_stores_nothing_fails(
 def test_a_gradient_of_the_wrong_sign_fails(
     pristine_tree: Path, overlaid_tree: Path, tmp_path: Path, device: torch.device
 ) -> None:
-    tree = _changed(overlaid_tree, tmp_path, KERNEL, "b_dgate = b_dout", "b_dgate = -b_dout")
+    tree = _changed(
+        overlaid_tree,
+        tmp_path,
+        KERNEL,
+        "b_dgate = b_dout * b_inner_up * (",
+        "b_dgate = -b_dout * b_inner_up * (",
+    )
     problems = _failures(pristine_tree, tree, tmp_path, device)
     assert all(": d " in problem for problem in problems)
     assert any("2-D: d input: error" in problem for problem in problems)

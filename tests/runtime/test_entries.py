@@ -17,55 +17,90 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+FUSIONS = "megatron.core.fusions"
 ENTRIES = ("bias_swiglu_impl", "weighted_bias_swiglu_impl")
-UNTOUCHED = (
-    "swiglu",
-    "bias_swiglu",
-    "weighted_swiglu",
-    "swiglu_back",
-    "bias_swiglu_back",
-    "weighted_swiglu_back",
-    "BiasSwiGLUFunction",
-    "SwiGLUFunction",
-    "WeightedSwiGLUFunction",
-)
+GEGLU, QUICK, SQUARED = "bias_geglu_impl", "weighted_bias_quick_geglu_impl", "weighted_squared_relu_impl"
+# By file: the entries, and some of the other names, which upstream's own code and its users go by.
+FILES = {
+    "fused_bias_swiglu": (
+        ENTRIES,
+        (
+            "swiglu",
+            "bias_swiglu",
+            "weighted_swiglu",
+            "swiglu_back",
+            "bias_swiglu_back",
+            "weighted_swiglu_back",
+            "BiasSwiGLUFunction",
+            "SwiGLUFunction",
+            "WeightedSwiGLUFunction",
+        ),
+    ),
+    "fused_bias_geglu": (
+        (GEGLU, QUICK),
+        ("geglu", "bias_geglu", "quick_gelu", "quick_geglu", "GeGLUFunction", "WeightedQuickGeGLUFunction"),
+    ),
+    "fused_weighted_squared_relu": ((SQUARED,), ("weighted_squared_relu", "WeightedSquaredReLUFunction")),
+}
+KINDS = {GEGLU: "geglu", QUICK: "quick_geglu", SQUARED: "squared_relu"}
+OPS = dict.fromkeys(ENTRIES, "swiglu") | dict.fromkeys(KINDS, "activations")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def counts(liger: ModuleType, entry: str) -> dict[str, Any]:
-    found: dict[str, Any] = liger.counters()["swiglu"]["entries"][entry]
+    found: dict[str, Any] = liger.counters()[OPS[entry]]["entries"][entry]
     return found
 
 
-def launches(liger: ModuleType) -> dict[str, int]:
-    found: dict[str, int] = liger.counters()["swiglu"]["launches"]
+def launches(liger: ModuleType, op: str = "swiglu") -> dict[str, int]:
+    found: dict[str, int] = liger.counters()[op]["launches"]
     return found
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_looks_like_upstream(fused: ModuleType, name: str) -> None:
-    ours, upstream = getattr(fused, name), getattr(fused, f"_upstream_{name}")
+def functions(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """An entry, ours and upstream's, of the tree that ``fused`` has imported."""
+    (file,) = (file for file, (entries, _) in FILES.items() if name in entries)
+    module = importlib.import_module(f"{FUSIONS}.{file}")
+    return getattr(module, name), getattr(module, f"_upstream_{name}")
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.usefixtures("fused")
+def test_looks_like_upstream(name: str) -> None:
+    ours, upstream = functions(name)
     assert ours is not upstream
     assert inspect.signature(ours) == inspect.signature(upstream)
-    assert (ours.__name__, ours.__qualname__, ours.__module__) == (name, name, fused.__name__)
+    assert (ours.__name__, ours.__qualname__, ours.__module__) == (name, name, upstream.__module__)
     assert ours.__doc__ == upstream.__doc__
     assert pickle.loads(pickle.dumps(ours)) is ours
 
 
-def test_other_names_stay(fused: ModuleType, pristine_tree: Path) -> None:
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.usefixtures("fused")
+def test_other_names_stay(file: str, pristine_tree: Path) -> None:
     """No public name is added, and those of upstream's own code are upstream's."""
-    path = pristine_tree / "megatron/core/fusions/fused_bias_swiglu.py"
+    entries, untouched = FILES[file]
+    path = pristine_tree / f"megatron/core/fusions/{file}.py"
     pristine: dict[str, Any] = {"__name__": "pristine"}
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), pristine)
-    public = {name for name in vars(fused) if not name.startswith("_")}
+    module = importlib.import_module(f"{FUSIONS}.{file}")
+    public = {name for name in vars(module) if not name.startswith("_")}
     assert public == {name for name in pristine if not name.startswith("_")}
-    for name in UNTOUCHED:
-        assert type(getattr(fused, name)) is type(pristine[name])
-    assert fused.SwiGLUFunction.__module__ == fused.__name__
+    for name in untouched:
+        assert type(getattr(module, name)) is type(pristine[name])
+        assert getattr(module, name).__module__ == module.__name__
     star: dict[str, Any] = {}
-    exec("from megatron.core.fusions.fused_bias_swiglu import *", star)
-    assert star["bias_swiglu_impl"] is fused.bias_swiglu_impl
+    exec(f"from {FUSIONS}.{file} import *", star)
+    assert all(star[entry] is getattr(module, entry) for entry in entries)
+
+
+@pytest.mark.usefixtures("fused")
+def test_configurations_and_layers_mean_the_same_quick_gelu() -> None:
+    """It is compared by identity."""
+    modules = ("fusions.fused_bias_geglu", "transformer.transformer_config", "transformer.mlp")
+    found = [importlib.import_module(f"megatron.core.{name}").quick_gelu for name in modules]
+    assert found[0] is found[1] is found[2]
 
 
 def served_calls(device: torch.device, generator: torch.Generator) -> dict[str, tuple[str, tuple[Any, ...]]]:
@@ -97,6 +132,23 @@ def served_calls(device: torch.device, generator: torch.Generator) -> dict[str, 
         "offload": (dense, (x, None, False, True)),
         "offload, 3-D, bias": (dense, (rand(3, 2, 14), rand(14), False, True)),
         "offload, fp8 store": (dense, (x, rand(14), True, True)),
+        "geglu": (GEGLU, (x, None)),
+        "geglu, 3-D, bias": (GEGLU, (rand(3, 2, 14), rand(14))),
+        "geglu, no tokens": (GEGLU, (rand(0, 14), rand(14))),
+        "geglu, bfloat16": (GEGLU, (rand(5, 14, dtype=torch.bfloat16), None)),
+        "quick": (QUICK, (x, None, rand(5, 1))),
+        "quick, options off": (QUICK, (x, None, rand(5, 1), False, 0.0, None)),
+        "quick, 3-D, bias": (QUICK, (rand(3, 2, 14), rand(14), rand(6, 1), False, 1.0)),
+        "quick, clamped": (QUICK, (x, None, rand(5, 1), False, 1.0, 0.5)),
+        "quick, bias, clamped": (QUICK, (x, rand(14), rand(5, 1), False, 1, 1)),
+        "quick, fp8 store": (QUICK, (x, None, rand(5, 1), True, 1.0)),
+        "quick, bias, fp8 store": (QUICK, (x, rand(14), rand(5, 1), True)),
+        "quick, no tokens": (QUICK, (rand(0, 14), rand(14), rand(0, 1), False, 1.0, 0.5)),
+        "squared": (SQUARED, (x, rand(5, 1))),
+        "squared, odd": (SQUARED, (rand(5, 7), rand(5, 1))),
+        "squared, 3-D": (SQUARED, (rand(3, 2, 14), rand(6, 1))),
+        "squared, bfloat16": (SQUARED, (rand(5, 14, dtype=torch.bfloat16), rand(5, 1))),
+        "squared, no tokens": (SQUARED, (rand(0, 14), rand(0, 1))),
     }
 
 
@@ -128,6 +180,23 @@ SERVED = [
     "offload",
     "offload, 3-D, bias",
     "offload, fp8 store",
+    "geglu",
+    "geglu, 3-D, bias",
+    "geglu, no tokens",
+    "geglu, bfloat16",
+    "quick",
+    "quick, options off",
+    "quick, 3-D, bias",
+    "quick, clamped",
+    "quick, bias, clamped",
+    "quick, fp8 store",
+    "quick, bias, fp8 store",
+    "quick, no tokens",
+    "squared",
+    "squared, odd",
+    "squared, 3-D",
+    "squared, bfloat16",
+    "squared, no tokens",
 ]
 
 
@@ -140,15 +209,17 @@ def test_served(
     assert list(calls) == SERVED
     name, arguments = calls[kind]
     tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
-    output = getattr(fused, name)(*arguments)
-    expected = getattr(fused, f"_upstream_{name}")(*arguments)
+    ours, upstream = functions(name)
+    output = ours(*arguments)
+    expected = upstream(*arguments)
     assert counts(liger, name) == {"kernel": 1, "off": 0, "upstream": {}}
     some = bool(output.numel())
-    assert launches(liger).get("swiglu_forward", 0) == some
+    forward = f"{KINDS.get(name, 'swiglu')}_forward"
+    assert launches(liger, OPS[name]) == ({forward: 1} if some else {})
     torch.testing.assert_close(output, expected)
     for ours, upstream in zip(gradients(output, tensors), gradients(expected, tensors), strict=True):
         torch.testing.assert_close(ours, upstream)
-    backward = sum(n for launched, n in launches(liger).items() if launched != "swiglu_forward")
+    backward = sum(n for launched, n in launches(liger, OPS[name]).items() if launched != forward)
     assert (backward > 0) == (some and output.requires_grad)
 
 
@@ -182,6 +253,18 @@ def test_reach(
         fused.weighted_bias_swiglu_impl(x, None, weights), fused.bias_swiglu_impl(x, None)
     )
     assert counts(liger, "weighted_bias_swiglu_impl") == {"kernel": 1, "off": 0, "upstream": {}}
+    for name in KINDS:
+        extra = {QUICK: (None, weights), SQUARED: (weights,)}.get(name, (None,))
+        ours, upstream = functions(name)
+        with pytest.raises(RuntimeError, match="view"):
+            upstream(x, *extra)
+        torch.testing.assert_close(ours(x, *extra), upstream(x.contiguous(), *extra))
+        empty = torch.randn(0, 1, 8, device=device)
+        extra = {QUICK: (None, weights[:0]), SQUARED: (weights[:0],)}.get(name, (None,))
+        with pytest.raises(RuntimeError):
+            upstream(empty, *extra)
+        assert ours(empty, *extra).shape == (0, 1, 8 if name == SQUARED else 4)
+        assert counts(liger, name) == {"kernel": 2, "off": 0, "upstream": {}}
 
 
 class Subclass(torch.Tensor):
@@ -273,6 +356,59 @@ REFUSED: dict[str, tuple[str, str, Callable[[torch.Tensor], Call]]] = {
         "options that upstream's function does not have",
         lambda x: ((x, None, False, False, None), {}),
     ),
+    "geglu, mixed": (GEGLU, "input and bias of different dtypes", lambda x: ((x, x[0].bfloat16()), {})),
+    "geglu, odd": (GEGLU, "a last dimension that is not 2n with n > 0", lambda x: ((x[:, :7], None), {})),
+    "geglu, option": (
+        GEGLU,
+        "options that upstream's function does not have",
+        lambda x: ((x, None, False), {}),
+    ),
+    "quick, fp8 store, clamped": (
+        QUICK,
+        "fp8_input_store of an input that is clamped before",
+        lambda x: ((x, None, x[:, :1], True, 1.0, 0.5), {}),
+    ),
+    "quick, clamp 0": (
+        QUICK,
+        "a clamp_value that is not positive",
+        lambda x: ((x, None, x[:, :1]), {"clamp_value": 0.0}),
+    ),
+    "quick, clamp negative": (
+        QUICK,
+        "a clamp_value that is not positive",
+        lambda x: ((x, x[0], x[:, :1]), {"clamp_value": -1}),
+    ),
+    "quick, a tensor for an offset": (
+        QUICK,
+        "a linear_offset or clamp_value that is no number",
+        lambda x: ((x, None, x[:, :1]), {"linear_offset": x.new_tensor(1.0)}),
+    ),
+    "quick, a text for a clamp": (
+        QUICK,
+        "a linear_offset or clamp_value that is no number",
+        lambda x: ((x, None, x[:, :1]), {"clamp_value": "1"}),
+    ),
+    "quick, bias for each token": (
+        QUICK,
+        "bias of a shape other than [2n]",
+        lambda x: ((x, x[:, :1], x[:, :1]), {}),
+    ),
+    "quick, no weights": (
+        QUICK,
+        "an argument that is no plain tensor",
+        lambda x: ((x, None, None), {}),
+    ),
+    "squared, no columns": (SQUARED, "a last dimension of 0", lambda x: ((x[:, :0], x[:, :1]), {})),
+    "squared, one weight": (
+        SQUARED,
+        "weights of a shape other than [tokens, 1]",
+        lambda x: ((x, x[:1, :1]), {}),
+    ),
+    "squared, float64": (
+        SQUARED,
+        "a dtype other than bfloat16, float16 and float32",
+        lambda x: ((x.double(), x[:, :1]), {}),
+    ),
 }
 
 
@@ -291,8 +427,7 @@ def test_refused(
     """Upstream's own function serves it, result or error, and the reason is counted."""
     name, reason, make = REFUSED[kind]
     call = make(torch.randn(5, 8, device=device, generator=generator))
-    ours = outcome(getattr(fused, name), call)
-    upstream = outcome(getattr(fused, f"_upstream_{name}"), call)
+    ours, upstream = (outcome(function, call) for function in functions(name))
     assert type(ours) is type(upstream)
     if isinstance(ours, torch.Tensor) and not ours.is_meta:
         assert isinstance(upstream, torch.Tensor)
@@ -300,7 +435,7 @@ def test_refused(
     elif not isinstance(ours, torch.Tensor):
         assert ours == upstream
     assert counts(liger, name) == {"kernel": 0, "off": 0, "upstream": {reason: 1}}
-    assert not launches(liger)
+    assert not launches(liger, OPS[name])
 
 
 def test_refusals_of_upstream(fused: ModuleType, device: torch.device) -> None:
@@ -316,17 +451,19 @@ def test_refusals_of_upstream(fused: ModuleType, device: torch.device) -> None:
         fused.bias_swiglu_impl(x)
 
 
-@pytest.mark.parametrize("kind", ["no weights", "weights, wide", "mixed", "4-D", "subclass"])
+@pytest.mark.parametrize(
+    "kind", ["no weights", "weights, wide", "mixed", "4-D", "subclass", "quick, clamp 0", "squared, float64"]
+)
 @pytest.mark.usefixtures("strict")
 def test_strict(fused: ModuleType, liger: ModuleType, device: torch.device, kind: str) -> None:
     name, reason, make = REFUSED[kind]
     call = make(torch.ones(5, 8, device=device))
     with pytest.raises(liger.FallbackError) as error:
-        getattr(fused, name)(*call[0], **call[1])
+        functions(name)[0](*call[0], **call[1])
     message = str(error.value)
-    assert message.startswith(f"swiglu: {name} ")
+    assert message.startswith(f"{OPS[name]}: {name} ")
     assert reason in message
-    assert "LIGER_MEGATRON=-swiglu" in message
+    assert f"LIGER_MEGATRON=-{OPS[name]}" in message
     assert counts(liger, name)["upstream"] == {}
 
 
@@ -382,7 +519,7 @@ def test_fp8_store_on_a_device_without(
     fused: ModuleType, liger: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device decides, and only where the option is asked for."""
-    decides = importlib.import_module("megatron.core.liger.swiglu")
+    decides = importlib.import_module("megatron.core.liger.gated")
     for capability, served in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)):
         decides._converts_float8.cache_clear()
         with monkeypatch.context() as patch:
@@ -397,21 +534,24 @@ def test_fp8_store_on_a_device_without(
     assert counts(liger, DENSE) == {"kernel": 1, "off": 0, "upstream": {reason: 1}}
 
 
+@pytest.mark.parametrize("name", ["bias_swiglu_impl", GEGLU, QUICK, SQUARED])
 def test_in_place_is_asked_for(
-    fused: ModuleType, liger: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    fused: ModuleType, liger: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The setting reaches the kernel: the gradient takes the saved memory, and autograd knows."""
     x = torch.randn(4, 8, device=device, requires_grad=True)
+    weights = torch.ones(4, 1, device=device)
+    extra = {QUICK: (None, weights), SQUARED: (weights,)}.get(name, (None,))
 
     def backward() -> tuple[torch.Tensor, torch.Tensor]:
         hidden = x * 2
         before = hidden.detach().clone()
-        fused.bias_swiglu_impl(hidden, None).sum().backward()
+        functions(name)[0](hidden, *extra).sum().backward()
         return before, hidden.detach()
 
     before, after = backward()
     assert torch.equal(before, after)
-    monkeypatch.setattr(importlib.import_module("megatron.core.liger.swiglu").OP, "in_place", True)
+    monkeypatch.setattr(importlib.import_module(f"megatron.core.liger.{OPS[name]}").OP, "in_place", True)
     x.grad = None
     before, after = backward()
     assert not torch.equal(before, after)
@@ -435,9 +575,53 @@ def test_every_import_route(fused: ModuleType, liger: ModuleType, device: torch.
     assert launches(liger) == {"swiglu_forward": len(routes)}
 
 
-def tail(namespace: dict[str, Any]) -> dict[str, Any]:
+def test_every_import_route_of_the_activations(
+    fused: ModuleType, liger: ModuleType, device: torch.device
+) -> None:
+    modules = {
+        "megatron.core.transformer.mlp": (GEGLU, QUICK),
+        "megatron.core.transformer.moe.experts": (QUICK, SQUARED),
+        "megatron.core.transformer.moe.shared_experts": (GEGLU,),
+    }
+    x, weights = torch.ones(2, 8, device=device), torch.ones(2, 1, device=device)
+    extra: dict[str, tuple[Any, ...]] = {GEGLU: (None,), QUICK: (None, weights), SQUARED: (weights,)}
+    for module, names in modules.items():
+        for name in names:
+            getattr(importlib.import_module(module), name)(x, *extra[name])
+    expected = {"geglu_forward": 2, "quick_geglu_forward": 2, "squared_relu_forward": 1}
+    assert launches(liger, "activations") == expected
+    assert not launches(liger)
+
+
+@pytest.mark.usefixtures("fused")
+def test_switched_off(liger: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apart from SwiGLU, whose kernels these are."""
+    monkeypatch.setattr(importlib.import_module("megatron.core.liger.activations").OP, "enabled", False)
+    x = torch.randn(4, 8, device=device)
+    for name, extra in ((GEGLU, (None,)), (QUICK, (None, x[:, :1])), (SQUARED, (x[:, :1],))):
+        ours, upstream = functions(name)
+        assert torch.equal(ours(x, *extra), upstream(x, *extra))
+        assert counts(liger, name) == {"kernel": 0, "off": 1, "upstream": {}}
+    functions(DENSE)[0](x, None)
+    assert counts(liger, DENSE)["kernel"] == 1
+
+
+@pytest.mark.usefixtures("fused")
+def test_activations_under_torch_compile(liger: ModuleType, device: torch.device) -> None:
+    x, weights = torch.randn(4, 8, device=device), torch.rand(4, 1, device=device)
+    calls = {GEGLU: (x, None), QUICK: (x, None, weights, False, 1.0, 0.5), SQUARED: (x, weights)}
+    for name, arguments in calls.items():
+        torch._dynamo.reset()
+        ours, upstream = functions(name)
+        compiled = torch.compile(ours, backend="aot_eager")
+        torch.testing.assert_close(compiled(*arguments), upstream(*arguments))
+        assert counts(liger, name)["upstream"] == {"traced by torch.compile": 1}
+        assert counts(liger, name)["kernel"] == 0
+
+
+def tail(namespace: dict[str, Any], file: str = "fused_bias_swiglu") -> dict[str, Any]:
     """The tail, run below functions of another release's signatures."""
-    path = Path(__file__).resolve().parents[2] / "overlay/megatron/core/fusions/fused_bias_swiglu.py"
+    path = Path(__file__).resolve().parents[2] / f"overlay/megatron/core/fusions/{file}.py"
     namespace["__name__"] = "another_release"
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
     return namespace
@@ -498,9 +682,9 @@ def test_the_clamp_of_a_later_release_runs_on_the_kernel(
 @pytest.mark.parametrize(
     ("named", "reason"),
     [
-        ({"clamp_value": 1.0, "fp8_input_store": True}, "clamp_value together with fp8_input_store"),
-        ({"clamp_value": "much"}, "a clamp that is no number"),
-        ({"clamp_value": torch.tensor(1.0)}, "a clamp that is no number"),
+        ({"clamp_value": 1.0, "fp8_input_store": True}, "fp8_input_store together with a clamp"),
+        ({"clamp_value": "much"}, "a linear_offset or clamp_value that is no number"),
+        ({"clamp_value": torch.tensor(1.0)}, "a linear_offset or clamp_value that is no number"),
     ],
 )
 def test_a_clamp_that_falls_back(
@@ -513,6 +697,40 @@ def test_a_clamp_that_falls_back(
     given = ours(torch.ones(2, 8, device=device), None, **named)
     assert given == (named.get("fp8_input_store", False), named["clamp_value"])
     assert counts(liger, "bias_swiglu_impl") == {"kernel": 0, "off": 0, "upstream": {reason: 1}}
+
+
+def test_release_without_quick_geglu(liger: ModuleType, device: torch.device) -> None:
+    def bias_geglu_impl(input: Any, bias: Any) -> str:
+        return "upstream"
+
+    names = tail({"bias_geglu_impl": bias_geglu_impl}, "fused_bias_geglu")
+    assert not any("weighted" in name for name in names)
+    assert names["bias_geglu_impl"](torch.ones(2, 8, device=device), None).shape == (2, 4)
+
+
+def test_later_quick_geglu(liger: ModuleType, device: torch.device) -> None:
+    """Options are served by their names; one that is new or has another default is not passed over."""
+
+    def geglu(input: Any, bias: Any) -> str:
+        return "upstream"
+
+    def quick(
+        input: Any,
+        bias: Any,
+        weights: Any,
+        clamp_value: Any = 0.5,
+        linear_offset: Any = 1.0,
+        alpha: Any = None,
+    ) -> str:
+        return "upstream"
+
+    names = {"bias_geglu_impl": geglu, "weighted_bias_quick_geglu_impl": quick}
+    ours = tail(dict(names), "fused_bias_geglu")["weighted_bias_quick_geglu_impl"]
+    upstream = functions(QUICK)[1]
+    x, weights = torch.randn(2, 8, device=device), torch.ones(2, 1, device=device)
+    torch.testing.assert_close(ours(x, None, weights), upstream(x, None, weights, False, 1.0, 0.5))
+    torch.testing.assert_close(ours(x, None, weights, None, 0.0), upstream(x, None, weights))
+    assert ours(x, None, weights, alpha=1.702) == "upstream"
 
 
 @pytest.mark.parametrize("value", [7.0, 0.0])

@@ -374,7 +374,7 @@ def test_a_thousand_steps_keep_nothing(
             step(entries[name].ours, entries[name].draw(1 + number % 97, device, torch.bfloat16))
         return kept()
 
-    names = (f"megatron.core.liger.kernels.{op}" for op in ("swiglu", "cross_entropy", "norms"))
+    names = (f"megatron.core.liger.kernels.{op}" for op in ("gated", "cross_entropy", "norms"))
     modules = [importlib.import_module(name) for name in names]
     early = run(range(20))
     if device.type == "cpu":

@@ -469,12 +469,12 @@ def test_off_by_default_and_said_so(python: Python) -> None:
 @pytest.mark.parametrize(
     ("value", "enabled"),
     [
-        ("default", {"swiglu", "cross_entropy", "norms"}),
-        ("-norms", {"swiglu", "cross_entropy"}),
-        (f"default,{NAME}", {"swiglu", "cross_entropy", "norms", NAME}),
-        (f"default,{NAME},-cross_entropy", {"swiglu", "norms", NAME}),
+        ("default", {"swiglu", "cross_entropy", "norms", "activations"}),
+        ("-norms", {"swiglu", "cross_entropy", "activations"}),
+        (f"default,{NAME}", {"swiglu", "cross_entropy", "norms", "activations", NAME}),
+        (f"default,{NAME},-cross_entropy", {"swiglu", "norms", "activations", NAME}),
         (NAME, {NAME}),
-        (f"-{NAME}", {"swiglu", "cross_entropy", "norms"}),
+        (f"-{NAME}", {"swiglu", "cross_entropy", "norms", "activations"}),
     ],
 )
 def test_switch(liger: ModuleType, value: str, enabled: set[str]) -> None:

@@ -56,7 +56,7 @@ def test_json(python: Python, overlaid_tree: Path) -> None:
     swiglu = data["ops"]["swiglu"]
     assert swiglu["installed"] == "installed"
     assert (swiglu["enabled"], swiglu["usable"], swiglu["why_not"], swiglu["used"]) == (True, True, None, 0)
-    assert set(data["files"]) >= {FUSED, "megatron/core/liger/kernels/swiglu.py"}
+    assert set(data["files"]) >= {FUSED, "megatron/core/liger/kernels/gated.py"}
     for entry in data["files"].values():
         assert entry["state"] == "installed"
         assert entry["found"] == entry["expected"]
@@ -66,7 +66,7 @@ def test_damage(python: Python, overlaid_tree: Path, pristine_tree: Path, tmp_pa
     """A changed file, one that is upstream's, a missing one: each is named, and the exit code is 1."""
     tree = Path(shutil.copytree(overlaid_tree, tmp_path / "copy"))
     kernels = tree / "megatron/core/liger/kernels"
-    with (kernels / "swiglu.py").open("a", encoding="utf-8") as file:
+    with (kernels / "gated.py").open("a", encoding="utf-8") as file:
         file.write("# mine\n")
     (kernels / "launches.py").unlink()
     shutil.copy(pristine_tree / FUSED, tree / FUSED)
@@ -74,8 +74,8 @@ def test_damage(python: Python, overlaid_tree: Path, pristine_tree: Path, tmp_pa
     assert data["ops"]["swiglu"]["installed"] == "not installed"
     assert [problem.partition(" (sha256 ")[0] for problem in data["problems"]] == [
         f"{FUSED}: not installed",
+        "megatron/core/liger/kernels/gated.py: changed since it was applied",
         "megatron/core/liger/kernels/launches.py: not installed",
-        "megatron/core/liger/kernels/swiglu.py: changed since it was applied",
     ]
 
 

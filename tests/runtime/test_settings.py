@@ -71,6 +71,7 @@ def test_strict(settings: ModuleType, value: str, strict: bool) -> None:
         ("0", set()),
         ("swiglu", {"swiglu"}),
         ("swiglu,cross_entropy", {"swiglu", "cross_entropy"}),
+        ("activations", {"activations"}),
     ],
 )
 def test_in_place(settings: ModuleType, value: str, ops: set[str]) -> None:

@@ -47,7 +47,7 @@ def test_apply_into_build(build: Path, words: list[str], capsys: pytest.CaptureF
     for path in (
         SWIGLU,
         RECORD,
-        f"{PACKAGE}/kernels/swiglu.py",
+        f"{PACKAGE}/kernels/gated.py",
         "parity megatron==0.16.1",
         "rank 0",
         "--tree",

@@ -97,7 +97,7 @@ def test_the_projects_own_overlay_loads() -> None:
     assert overlay.version == overlay_version() >= 1
     assert overlay.ops
     assert "megatron/core/liger/__init__.py" in overlay.added
-    assert "megatron/core/liger/kernels/swiglu.py" in overlay.added
+    assert "megatron/core/liger/kernels/gated.py" in overlay.added
     assert "megatron/core/fusions/fused_bias_swiglu.py" in overlay.tails
     assert not set(overlay.added) & set(overlay.tails)
 

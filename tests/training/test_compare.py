@@ -15,7 +15,7 @@ import torch
 
 from scripts import compare, train
 from scripts.overlay import load_overlay
-from scripts.workers.entries import LINEAR
+from scripts.workers.entries import UNTRAINED
 
 OPS = load_overlay().ops
 STEPS = 3
@@ -83,7 +83,7 @@ def test_one_table_with_speed_memory_and_losses(
             assert row["memory"] == f"{max(measured['peak_bytes']) / 1e6:.0f} MB"
     assert ("says nothing of a GPU" in text) == (device.type == "cpu")
     served = re.findall(rf"^ok +kernels of (\w+): in each of {2 * STEPS} steps$", text, re.MULTILINE)
-    assert served == [op for op in OPS if op != LINEAR]  # which is off unless asked for
+    assert served == [op for op in OPS if op not in UNTRAINED]
 
 
 def test_the_slowest_rank_and_the_largest_memory_count(worlds: Worlds, options: train.Options) -> None:

@@ -18,12 +18,12 @@ from scripts import pair, train
 from scripts.errors import UsageError
 from scripts.manifest import load
 from scripts.overlay import load_overlay
-from scripts.workers.entries import LINEAR
+from scripts.workers.entries import UNTRAINED
 
 FUSION = Path("megatron/core/fusions/fused_bias_swiglu.py")
 LIGER = Path("megatron/core/liger")
-KERNEL = LIGER / "kernels/swiglu.py"
-OPS = tuple(op for op in load_overlay().ops if op != LINEAR)  # which is off by default
+KERNEL = LIGER / "kernels/gated.py"
+OPS = tuple(op for op in load_overlay().ops if op not in UNTRAINED)
 # A quarter of the tokens in a step, and a vocabulary that is learnt from so few; for all but the first test.
 SMALL = dataclasses.replace(train.ON_CPU, sequence=16, micro_batches=1, vocabulary=64)
 
@@ -173,7 +173,11 @@ def test_a_kernel_that_stores_nothing_fails(small: Measured, overlaid_tree: Path
 
 
 def test_a_gradient_of_the_wrong_sign_fails(small: Measured, overlaid_tree: Path, tmp_path: Path) -> None:
-    tree = _changed(overlaid_tree, tmp_path, (KERNEL, "b_dgate = b_dout", "b_dgate = -b_dout"))
+    tree = _changed(
+        overlaid_tree,
+        tmp_path,
+        (KERNEL, "b_dgate = b_dout * b_inner_up * (", "b_dgate = -b_dout * b_inner_up * ("),
+    )
     failed = small.failed_with("overlaid", tree, tmp_path)
     assert {"gradients", "losses"} <= failed
     assert "launches of swiglu" not in failed
@@ -204,7 +208,7 @@ def test_norms_that_are_not_marked_for_sequence_parallelism_fail(
     assert not {"norm slots", "norm slots, by hand"} & failed
 
 
-SWIGLU_BY_HAND = "    output = run(in_place, input, bias)\n    _MODULE.served(input)\n"
+SWIGLU_BY_HAND = "    output = SWIGLU.run(in_place, input, bias, **asked)\n    _MODULE.served(input)\n"
 
 
 def test_classes_that_call_megatrons_own_entries_fail(

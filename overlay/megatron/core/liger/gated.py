@@ -22,7 +22,7 @@ LINEAR_OFFSET = "linear_offset"
 CLAMP_VALUE = "clamp_value"
 
 FP8_DEVICE = "fp8_input_store on a GPU below compute capability 8.9"
-FP8_CLAMPED = "fp8_input_store of an input that is clamped before"
+FP8_CLAMPED = "fp8_input_store together with a clamp"
 NO_NUMBER = "a linear_offset or clamp_value that is no number"
 CLAMP_SIGN = "a clamp_value that is not positive"
 OPTIONS = "options that upstream's function does not have"
