@@ -183,3 +183,12 @@ def test_the_room_that_apply_asks_for_is_what_it_takes(world: Any, disk: Callabl
 def test_a_file_system_that_does_not_say_what_it_has(world: Any, disk: Callable[..., None]) -> None:
     disk(0, size=0)
     world.apply()
+
+
+def test_a_label_of_somebody_elses_is_no_patched_wheel(installed: Any) -> None:
+    folder = installed.path(RECORD_FILE).parent
+    folder.rename(folder.with_name("megatron_core-1.0+cluster.7.dist-info"))
+    before = installed.snapshot()
+    assert installed.apply().changes
+    installed.revert()
+    assert installed.snapshot() == before

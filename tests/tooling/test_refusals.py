@@ -181,3 +181,12 @@ def test_a_comparison_of_an_overlaid_tree(overlaid_tree: Path, tmp_path: Path) -
     assert f"apply --tree {tree}" in error.remedy
     assert not (tree / PACKAGE / "report.py").exists()
     assert json.loads((tree / RECORD).read_bytes())["ops"]
+
+
+@pytest.mark.parametrize("option", [["--python", "3.12"], ["--platform", "aarch64"]])
+@pytest.mark.parametrize("wheel", [True, False])
+def test_what_is_given_already_is_not_chosen(here: Any, option: list[str], wheel: bool) -> None:
+    given = ["x.whl"] if wheel else ["--tree", str(here.root)]
+    error = refused(here, lambda: apply.main([*given, *option]), UsageError)
+    assert error.found.startswith("a wheel with" if wheel else "--tree with")
+    assert "leave" in error.remedy
