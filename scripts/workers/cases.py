@@ -219,7 +219,7 @@ def _swiglu_base(dtype: torch.dtype, module: str = FUSIONS) -> tuple[Case, Case,
     return plain, bias, weighted
 
 
-def _everywhere(case: Case, dtype: torch.dtype, large: float = 60.0, **extra: torch.dtype) -> Iterator[Case]:
+def _everywhere(case: Case, dtype: torch.dtype, large: float = 60.0, **extra: Any) -> Iterator[Case]:
     """A call of an activation, and the same in all shapes and strides; ``extra``: its other operands."""
     yield case
     what = case.name.removeprefix("2-D")
@@ -638,7 +638,8 @@ def activations(dtype: torch.dtype) -> Iterator[Case]:
 def _quick_options(dtype: torch.dtype) -> Iterator[Case]:
     _, _, quick, quick_bias, _ = _activations_base(dtype)
     w32 = torch.float32
-    for case, extra, what in ((quick, {}, ""), (quick_bias, {"bias": dtype}, ", bias")):
+    with_bias: dict[str, Any] = {"bias": dtype}
+    for case, extra, what in ((quick, {}, ""), (quick_bias, with_bias, ", bias")):
         # Half-precision types cannot hold the second offset, and upstream rounds it.
         for offset in (QUICK_OFFSET, 0.3):
             yield replace(
@@ -695,7 +696,7 @@ def _activations_left_to_upstream(dtype: torch.dtype) -> Iterator[Case]:
         call=_call_quick(True, QUICK_OFFSET, QUICK_CLAMP),
         truth=_quick_truth(QUICK_OFFSET, QUICK_CLAMP),
         backward_inputs=lambda t: {**t, "stored": torch.ones(())},
-        fallback="fp8_input_store of an input that is clamped before",
+        fallback="fp8_input_store together with a clamp",
         **upstream,
     )
     if dtype is not torch.float32:
@@ -707,7 +708,8 @@ def _activations_left_to_upstream(dtype: torch.dtype) -> Iterator[Case]:
             **upstream,
         )
     else:
-        for case, extra in ((geglu, {}), (squared, {"weights": torch.float32})):
+        with_weights: dict[str, Any] = {"weights": torch.float32}
+        for case, extra in ((geglu, {}), (squared, with_weights)):
             yield replace(
                 case,
                 name="fp64",

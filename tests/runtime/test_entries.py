@@ -365,7 +365,7 @@ REFUSED: dict[str, tuple[str, str, Callable[[torch.Tensor], Call]]] = {
     ),
     "quick, fp8 store, clamped": (
         QUICK,
-        "fp8_input_store of an input that is clamped before",
+        "fp8_input_store together with a clamp",
         lambda x: ((x, None, x[:, :1], True, 1.0, 0.5), {}),
     ),
     "quick, clamp 0": (
