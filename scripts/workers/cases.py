@@ -219,7 +219,7 @@ def _swiglu_base(dtype: torch.dtype, module: str = FUSIONS) -> tuple[Case, Case,
     return plain, bias, weighted
 
 
-def _everywhere(case: Case, dtype: torch.dtype, large: float = 60.0, **extra: torch.dtype) -> Iterator[Case]:
+def _everywhere(case: Case, dtype: torch.dtype, large: float = 60.0, **extra: Any) -> Iterator[Case]:
     """A call of an activation, and the same in all shapes and strides; ``extra``: its other operands."""
     yield case
     what = case.name.removeprefix("2-D")
@@ -638,7 +638,11 @@ def activations(dtype: torch.dtype) -> Iterator[Case]:
 def _quick_options(dtype: torch.dtype) -> Iterator[Case]:
     _, _, quick, quick_bias, _ = _activations_base(dtype)
     w32 = torch.float32
-    for case, extra, what in ((quick, {}, ""), (quick_bias, {"bias": dtype}, ", bias")):
+    kinds: tuple[tuple[Case, dict[str, Any], str], ...] = (
+        (quick, {}, ""),
+        (quick_bias, {"bias": dtype}, ", bias"),
+    )
+    for case, extra, what in kinds:
         # Half-precision types cannot hold the second offset, and upstream rounds it.
         for offset in (QUICK_OFFSET, 0.3):
             yield replace(
@@ -707,7 +711,8 @@ def _activations_left_to_upstream(dtype: torch.dtype) -> Iterator[Case]:
             **upstream,
         )
     else:
-        for case, extra in ((geglu, {}), (squared, {"weights": torch.float32})):
+        kinds: tuple[tuple[Case, dict[str, Any]], ...] = ((geglu, {}), (squared, {"weights": torch.float32}))
+        for case, extra in kinds:
             yield replace(
                 case,
                 name="fp64",
