@@ -638,8 +638,11 @@ def activations(dtype: torch.dtype) -> Iterator[Case]:
 def _quick_options(dtype: torch.dtype) -> Iterator[Case]:
     _, _, quick, quick_bias, _ = _activations_base(dtype)
     w32 = torch.float32
-    with_bias: dict[str, Any] = {"bias": dtype}
-    for case, extra, what in ((quick, {}, ""), (quick_bias, with_bias, ", bias")):
+    kinds: tuple[tuple[Case, dict[str, Any], str], ...] = (
+        (quick, {}, ""),
+        (quick_bias, {"bias": dtype}, ", bias"),
+    )
+    for case, extra, what in kinds:
         # Half-precision types cannot hold the second offset, and upstream rounds it.
         for offset in (QUICK_OFFSET, 0.3):
             yield replace(
@@ -708,8 +711,8 @@ def _activations_left_to_upstream(dtype: torch.dtype) -> Iterator[Case]:
             **upstream,
         )
     else:
-        with_weights: dict[str, Any] = {"weights": torch.float32}
-        for case, extra in ((geglu, {}), (squared, with_weights)):
+        kinds: tuple[tuple[Case, dict[str, Any]], ...] = ((geglu, {}), (squared, {"weights": torch.float32}))
+        for case, extra in kinds:
             yield replace(
                 case,
                 name="fp64",

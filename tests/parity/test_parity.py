@@ -256,9 +256,9 @@ def test_a_models_step_that_is_wrong(change: Callable[[dict[str, Any]], object],
 
 def test_a_few_cases_are_one_of_each_name_and_on_the_kernel() -> None:
     few = cases.chosen(dict.fromkeys(OPS, "few"))
-    names = [(case.module, case.entry) for case in few]
+    names = [(case.op, case.module, case.entry) for case in few]
     assert len(set(names)) == len(names)
-    served = {(c.module, c.entry) for c in cases.all_cases(list(OPS)) if not (c.fallback or c.raises)}
+    served = {(c.op, c.module, c.entry) for c in cases.all_cases(list(OPS)) if not (c.fallback or c.raises)}
     assert set(names) == served
     assert all(case.kernels and not case.fallback and not case.raises for case in few)
     with pytest.raises(RuntimeError, match="no such choice"):

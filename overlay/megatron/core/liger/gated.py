@@ -204,7 +204,7 @@ class TakenOver:
             return self.upstream(*tensors, *options, **named)
         reason, asked = self.asks_for(options, named) if options or named else self.by_default
         # Without a gate there is no bias either.
-        served = tensors if form.gated else (tensors[0], None, *tensors[1:])
+        served: tuple[Any, ...] = tensors if form.gated else (tensors[0], None, *tensors[1:])
         if reason is None:
             reason = form.unserved(*served) or unserved_options(tensors[0], asked)
         if reason is None:
