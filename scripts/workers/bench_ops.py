@@ -90,7 +90,7 @@ _ALL_OPS = (
     Op("geglu_bias", "GeGLU with bias", "ffn size", (2, 1), (3, 2), _tokens(4096), ()),
     Op(
         "quick_geglu_weighted",
-        "clamped quick-GeGLU with an offset and per-token weights",
+        "quick-GeGLU, clamped, with weights",
         "ffn size",
         (2, 1),
         (3, 2),
