@@ -451,13 +451,13 @@ def plan_run(name: str, **changes: Any) -> dict[str, Any]:
 
 def judge(worlds: Mapping[str, World], ops: Sequence[str], options: Options) -> Result:
     """Compare what :func:`measure` gives of all worlds, with the arguments of :func:`train`."""
-    ops = [op for op in ops if op not in UNTRAINED]
+    installed, ops = ops, [op for op in ops if op not in UNTRAINED]
     reports = {name: world.reports for name, world in worlds.items()}
     result = Result(data={"options": asdict(options), **reports})
     describe(result, worlds["pristine"].reports[0], options)
     _job_line(result, worlds, ops)
     _slots(result, worlds, ops)
-    _entries(result, worlds, ops)
+    _entries(result, worlds, installed)
     _launches(result, worlds, ops, options)
     _by_hand(result, worlds["overlaid"], options)
     _off(result, worlds["off"], ops, options)

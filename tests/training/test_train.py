@@ -23,7 +23,8 @@ from scripts.workers.entries import UNTRAINED
 FUSION = Path("megatron/core/fusions/fused_bias_swiglu.py")
 LIGER = Path("megatron/core/liger")
 KERNEL = LIGER / "kernels/gated.py"
-OPS = tuple(op for op in load_overlay().ops if op not in UNTRAINED)
+INSTALLED = load_overlay().ops
+OPS = tuple(op for op in INSTALLED if op not in UNTRAINED)
 # A quarter of the tokens in a step, and a vocabulary that is learnt from so few; for all but the first test.
 SMALL = dataclasses.replace(train.ON_CPU, sequence=16, micro_batches=1, vocabulary=64)
 
@@ -55,12 +56,12 @@ class Measured:
         shutil.copytree(
             self.folder, work, ignore=shutil.ignore_patterns(*train.WORLDS, f"checkpoint-{name}-*")
         )
-        again = train.measure(self.pristine, tree, OPS, work, self.options, [name])
-        return _failed(train.judge({**self.worlds, **again}, OPS, self.options))
+        again = train.measure(self.pristine, tree, INSTALLED, work, self.options, [name])
+        return _failed(train.judge({**self.worlds, **again}, INSTALLED, self.options))
 
 
 def _measured(pristine: Path, overlaid: Path, folder: Path, options: train.Options) -> Measured:
-    return Measured(pristine, folder, options, train.measure(pristine, overlaid, OPS, folder, options))
+    return Measured(pristine, folder, options, train.measure(pristine, overlaid, INSTALLED, folder, options))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,8 @@ def sequence_parallel(
 def test_both_trees_learn_alike_on_two_data_parallel_ranks(
     pristine_tree: Path, overlaid_tree: Path, tmp_path: Path, device: torch.device
 ) -> None:
-    result = train.train(pristine_tree, overlaid_tree, OPS, tmp_path, _options(device, ranks=2, iterations=5))
+    options = _options(device, ranks=2, iterations=5)
+    result = train.train(pristine_tree, overlaid_tree, INSTALLED, tmp_path, options)
     assert _failed(result) == set()
     assert result.passed
     names = {check.name for check in result.checks}
@@ -123,7 +125,7 @@ def test_the_trees_of_a_release_whose_specs_have_no_activation_learn_alike(devic
 
 
 def test_both_trees_learn_alike_under_sequence_parallelism_in_place(sequence_parallel: Measured) -> None:
-    result = train.judge(sequence_parallel.worlds, OPS, sequence_parallel.options)
+    result = train.judge(sequence_parallel.worlds, INSTALLED, sequence_parallel.options)
     assert _failed(result) == set()
     checks = {check.name: check.detail for check in result.checks}
     assert "collectives of cross_entropy" in checks
@@ -139,11 +141,11 @@ def test_both_trees_learn_alike_on_two_tensor_parallel_ranks(
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     options = _options(device, ranks=2, sizes=SMALL, tp=2)
-    assert _failed(train.train(pristine_tree, overlaid_tree, OPS, tmp_path, options)) == set()
+    assert _failed(train.train(pristine_tree, overlaid_tree, INSTALLED, tmp_path, options)) == set()
 
 
 def test_the_small_model_that_is_to_fail_below_passes(small: Measured) -> None:
-    assert _failed(train.judge(small.worlds, OPS, small.options)) == set()
+    assert _failed(train.judge(small.worlds, INSTALLED, small.options)) == set()
 
 
 def _changed(tree: Path, folder: Path, *changes: tuple[Path, str, str]) -> Path:
@@ -296,7 +298,7 @@ def test_one_wrong_report_fails_one_check(
 ) -> None:
     worlds = copy.deepcopy(small.worlds)
     change(worlds[world].reports[0]["runs"][run])
-    assert _failed(train.judge(worlds, OPS, small.options)) == {check}
+    assert _failed(train.judge(worlds, INSTALLED, small.options)) == {check}
 
 
 @pytest.mark.parametrize(("theirs", "failed"), [("upstream", True), ("absent", False)])
@@ -307,7 +309,7 @@ def test_an_entry_may_be_absent_where_the_pristine_tree_has_none(
     for world, origin in (("pristine", theirs), ("overlaid", "absent")):
         entries = worlds[world].reports[0]["entries"]
         entries[entry] = dict.fromkeys(entries[entry], origin)
-    result = train.judge(worlds, OPS, small.options)
+    result = train.judge(worlds, INSTALLED, small.options)
     name = f"code behind {entry}"
     assert _failed(result) == ({name} if failed else set())
     assert (name in {check.name for check in result.checks}) == failed
