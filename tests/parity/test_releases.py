@@ -49,7 +49,9 @@ def test_each_variant_of_each_extended_file_is_compared_in_full() -> None:
     """And no release is without a call of an op that it has."""
     for path, file in MANIFEST.files.items():
         for variant in file.variants if file.action == "extend" else ():
-            assert any(PLAN[version][file.op] == matrix.ALL for version in variant.releases), path
+            releases = [version for version in variant.releases if version in MANIFEST.releases]
+            # A preview's own variant is compared by `parity --tree`.
+            assert not releases or any(PLAN[version][file.op] == matrix.ALL for version in releases), path
     assert all(set(calls) == set(OPS) for calls in PLAN.values())
     assert list(PLAN) == list(MANIFEST.releases)
 

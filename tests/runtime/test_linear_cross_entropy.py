@@ -31,7 +31,13 @@ NAME = "linear_cross_entropy"
 ON = {"LIGER_MEGATRON": f"norms,{NAME}", "TORCHDYNAMO_DISABLE": "1"}
 MANIFEST = load()
 CALL_SITE = MANIFEST.files["megatron/core/models/gpt/gpt_model.py"]
-RELEASES = [v for variant in CALL_SITE.variants if variant.has_entries for v in variant.releases]
+RELEASES = [
+    version
+    for variant in CALL_SITE.variants
+    if variant.has_entries
+    for version in variant.releases
+    if version in MANIFEST.releases
+]
 
 Found = dict[str, list[dict[str, Any]]]
 
