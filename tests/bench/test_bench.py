@@ -64,6 +64,10 @@ def test_the_share_of_an_output_layer_is_that_of_its_products() -> None:
     assert {row.mode: row.share for row in rows} == pytest.approx(
         {"forward": 1, "backward": 0.8, "full": 6 / 7}
     )
+    # One whose forward makes the gradients has a share as a whole only.
+    result["modes"]["backward"] = {"gpu_us": 0.1}
+    rows = measurements.rows_of(result, "kernels", dtype="bf16", repeats=1, device="cuda", commit="c")
+    assert [row.share for row in rows] == [None, None, pytest.approx(6 / 7)]
 
 
 @pytest.mark.parametrize(
