@@ -44,8 +44,8 @@ def gated(module: Any, warp_size: int, shared_memory: int) -> Cases:
         given = {name: x for name, x in operands.items() if name in other}
         getattr(module, kind)(y, **given, **options).backward(torch.ones(6, n, dtype=dtype))
 
-    # Odd and narrow; many rows to a program; one block of columns; several blocks.
-    for n in (7, 128, 2048, 4096, 32768):
+    # Odd and narrow; many rows to a program; one block of columns; several, narrower ones; several blocks.
+    for n in (7, 128, 2048, 2880, 4096, 32768):
         for name, dtype in DTYPES.items():
             if name != "bf16" and n != 32768:
                 continue
@@ -78,7 +78,7 @@ def gated(module: Any, warp_size: int, shared_memory: int) -> Cases:
     if FLOAT8:
         forms.append(("quick_geglu", ("weights", "bias and weights"), {**offset, "fp8_input_store": True}))
     for kind, others, options in forms:
-        for n in (7, 128, 2048, 4096):
+        for n in (7, 128, 2048, 2880, 4096):
             for name, dtype in DTYPES.items():
                 if name != "bf16" and n != 4096:
                     continue
