@@ -35,7 +35,9 @@ DERIVED = "a class derived from it"
 
 # Why a norm that a spec asks for its residual too gives its output alone.
 STREAMS = "fused_residual_rmsnorm with hyper-connections, whose residual is another"
-RECOMPUTED = "fused_residual_rmsnorm with a recomputed norm, where a release frees the residual with its output"
+RECOMPUTED = (
+    "fused_residual_rmsnorm with a recomputed norm, where a release frees the residual with its output"
+)
 OVERLAPPED = "fused_residual_rmsnorm with overlapped experts, where a release takes an output alone"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
