@@ -30,8 +30,8 @@ def register(name: str, folder: Path) -> None:
 
 
 def build(mla: bool, **choice: Any) -> Any:
-    """A GPT of one layer and a multi-token-prediction head of one, unless ``choice`` says otherwise, with a norm
-    in every place for one."""
+    """A GPT of one layer and a multi-token-prediction head of one, unless ``choice`` says otherwise; with a
+    norm in every place for one."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer import transformer_config
 

@@ -178,8 +178,8 @@ _layer_norm: Callable[..., torch.Tensor] | None = None
 class RMSNorm(_Norm, _TorchRMSNorm):
     """``torch.nn.RMSNorm`` on the kernels, with zero-centred weights and sequence parallelism.
 
-    Where ``returns_residual`` is set, it gives its input too, for the branch past it, whether a kernel runs or
-    not; the kernel's backward adds that branch's gradient to the input's before it rounds.
+    Where ``returns_residual`` is set, it gives its input too, for the branch past it, whether a kernel runs
+    or not; the kernel's backward adds that branch's gradient to the input's before it rounds.
     """
 
     def forward(self, x: torch.Tensor) -> _Result:
@@ -358,11 +358,12 @@ def provided(kind: type[Any], has_residual: bool) -> type[Any]:
 
 
 class ResidualNorm:
-    """Builds what ``WrappedTorchNorm`` does, with the same arguments; an RMSNorm of ours, where the config has
-    ``fused_residual_rmsnorm``, gives its residual too.
+    """Builds what ``WrappedTorchNorm`` does, with the same arguments; an RMSNorm of ours, where the config
+    has ``fused_residual_rmsnorm``, gives its residual too.
 
     Raises:
-        FallbackError: the config asks for it, something in it cannot take it, and ``LIGER_MEGATRON_STRICT=1``.
+        FallbackError: the config asks for it, something in this release cannot take it, and
+            ``LIGER_MEGATRON_STRICT=1``.
     """
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
