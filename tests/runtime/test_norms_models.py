@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.apply import build_tree
+from scripts.apply import apply_tree, build_tree
 from scripts.manifest import load
+from scripts.overlay import load_overlay
 
 from .conftest import Python
 
@@ -268,3 +271,35 @@ def test_norms_that_give_their_residual(tmp_path: Path, version: str) -> None:
             assert times == 6
         elif "LocalSpecProvider.layer_norm" in entries:
             assert entries["LocalSpecProvider.layer_norm"]["upstream"] == {}
+
+
+def test_a_recomputed_norm_that_gives_its_residual(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """The preview keeps the residual, and empties and fills the output alone."""
+    clone = pytestconfig.getoption("--clone")
+    if clone is None:
+        pytest.skip("needs --clone PATH, a Megatron-LM clone with the preview's commit")
+    manifest = load()
+    (preview,) = manifest.previews.values()
+    command = ["git", "-C", clone, "archive", "--format=tar", preview.commit, "megatron"]
+    archive = subprocess.run(command, capture_output=True, check=True).stdout
+    for name in ("plain", "ours"):
+        with tarfile.open(fileobj=io.BytesIO(archive)) as sources:
+            sources.extractall(tmp_path / name, filter="data")
+    apply_tree(tmp_path / "ours", ("norms",), manifest, load_overlay(manifest=manifest))
+    # Without TransformerEngine its heads of multi-token prediction cannot be built.
+    dense = {**FUSED, "mtp_num_layers": None}
+    plan = {"dense": dense, "experts": EXPERTS}
+    (upstream,) = run_ranks(tmp_path / "of plain", tmp_path / "plain", 1, plan)
+    recomputed = {name: {**settings, **RECOMPUTED} for name, settings in plan.items()}
+    (results,) = run_ranks(tmp_path / "of ours", tmp_path / "ours", 1, recomputed)
+    for name, found in results.items():
+        assert found["tied"] == HEADS
+        assert found["loss"] == pytest.approx(upstream[name]["loss"], rel=1e-5)
+        assert_gradients(found["gradients"], upstream[name]["gradients"])
+        assert_gradients({"": found["embeddings"]}, {"": upstream[name]["embeddings"]})
+        count = len(found["norms"])
+        assert found["counts"]["launches"] == {
+            "norm_forward": count + len(HEADS),
+            "norm_backward": count,
+            "norm_reduce": count,
+        }
