@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -41,6 +42,52 @@ def launched() -> Counter[str]:
     """The count of launches, from zero."""
     launches.LAUNCHES.clear()
     return launches.LAUNCHES
+
+
+@pytest.fixture
+def capture() -> Callable[[Callable[[], Any], Sequence[torch.Tensor]], Callable[[Sequence[Any]], Any]]:
+    """Captures a step in a CUDA graph, with the tensors that it reads.
+
+    Gives a function of new values for those, which replays it and returns its result, in the same memory each
+    time.
+    """
+
+    def captured(step: Callable[[], Any], reads: Sequence[torch.Tensor]) -> Callable[[Sequence[Any]], Any]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = step()
+
+        def replay(values: Sequence[torch.Tensor]) -> Any:
+            with torch.no_grad():
+                for static, value in zip(reads, values, strict=True):
+                    static.copy_(value)
+            graph.replay()
+            return result
+
+        return replay
+
+    return captured
+
+
+@pytest.fixture
+def compiled_variants() -> Callable[[ModuleType], int]:
+    """Counts what Triton has compiled of a module's kernels."""
+
+    def count(module: ModuleType) -> int:
+        total = 0
+        for name in vars(module):
+            if name.endswith("_kernel"):
+                kernel = getattr(module, name)
+                caches = kernel.device_caches if hasattr(kernel, "device_caches") else {0: (kernel.cache[0],)}
+                total += sum(len(cache[0]) for cache in caches.values())
+        return total
+
+    return count
 
 
 @pytest.fixture(scope="session")

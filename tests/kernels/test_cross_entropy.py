@@ -838,7 +838,7 @@ def test_more_than_two_to_the_31_elements(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("smoothing", SMOOTHINGS)
-def test_graph_capture(smoothing: float, device: torch.device) -> None:
+def test_graph_capture(smoothing: float, device: torch.device, capture: Any) -> None:
     logits, target, dloss = make((64, 2), 32000, torch.bfloat16, device)
     logits.requires_grad_()
 
@@ -846,47 +846,26 @@ def test_graph_capture(smoothing: float, device: torch.device) -> None:
         loss = vocab_parallel_cross_entropy(logits, target, label_smoothing=smoothing)
         return Result(loss, torch.autograd.grad(loss, logits, dloss)[0])
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    replay = capture(step, (logits, target, dloss))
     for _ in range(3):
         fresh = make((64, 2), 32000, torch.bfloat16, device)
-        with torch.no_grad():
-            for static, value in zip((logits, target, dloss), fresh):
-                static.copy_(value)
-        graph.replay()
-        assert captured == run(vocab_parallel_cross_entropy, *fresh, label_smoothing=smoothing)
+        assert replay(fresh) == run(vocab_parallel_cross_entropy, *fresh, label_smoothing=smoothing)
     with pytest.raises(RuntimeError, match="captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         vocab_parallel_cross_entropy(logits, target, check_labels=True)
 
 
-def compiled_variants() -> int:
-    total = 0
-    for name in vars(module):
-        if name.endswith("_kernel"):
-            kernel = getattr(module, name)
-            caches = kernel.device_caches if hasattr(kernel, "device_caches") else {0: (kernel.cache[0],)}
-            total += sum(len(cache[0]) for cache in caches.values())
-    return total
-
-
 @pytest.mark.gpu
-def test_token_counts_do_not_specialise(device: torch.device) -> None:
+def test_token_counts_do_not_specialise(device: torch.device, compiled_variants: Any) -> None:
     def step(*tokens: int) -> None:
         logits, target, dloss = make(tokens, 32000, torch.bfloat16, device)
         run(vocab_parallel_cross_entropy, logits, target, dloss.t().contiguous().t())
 
-    before = compiled_variants()
+    before = compiled_variants(module)
     step(5, 3)
-    first = compiled_variants()
+    first = compiled_variants(module)
     for tokens in itertools.product((1, 2, 15, 16, 17, 100, 128, 1000), (1, 2, 3, 16)):
         step(*tokens)
-    assert compiled_variants() == first
+    assert compiled_variants(module) == first
     assert first - before <= 2
 
 

@@ -199,7 +199,7 @@ def check(inputs: Inputs, dout: torch.Tensor, got: Result, mode: str = "plain", 
 # The launches of all are alike, so that SwiGLU's go through all regimes, the others' through some.
 @pytest.mark.parametrize(
     ("mode", "n"),
-    [(mode, n) for mode in MODES for n in (COLUMNS if mode in SWIGLU_MODES else (3, 1000, 4864))],
+    [(mode, n) for mode in MODES for n in (COLUMNS if mode in SWIGLU_MODES else (3, 1000, 2688, 4864))],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_against_float64(n: int, dtype: torch.dtype, mode: str, device: torch.device) -> None:
@@ -1062,33 +1062,28 @@ def test_launches_fit_the_hardware() -> None:
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements(device: torch.device) -> None:
-    n = 14336
-    rows = 2**31 // (2 * n) + 1000
-    y = torch.randn(rows, 2 * n, dtype=torch.bfloat16, device=device)
-    bias = torch.randn(2 * n, dtype=torch.bfloat16, device=device)
-    weights = torch.rand(rows, 1, device=device)
-    dout = torch.randn(rows, n, dtype=torch.bfloat16, device=device)
-    for extra in ((None, None), (bias, None), (None, weights)):
-        result = run(swiglu, (y, *extra), dout)
-        for part in (slice(0, 3), slice(rows - 3, rows)):
-            inputs = (y[part], extra[0], None if extra[1] is None else extra[1][part])
-            got = Result(
-                result.out[part], result.dy[part], None, None if extra[1] is None else result.dweights[part]
-            )
-            if extra[0] is None:
-                check(inputs, dout[part], got)
-            else:
-                exact = run(swiglu_reference, inputs, dout[part], torch.float64)
-                torch.testing.assert_close(got.out.double(), exact.out, rtol=2.0**-8, atol=1e-5)
-                torch.testing.assert_close(got.dy.double(), exact.dy, rtol=2.0**-8, atol=1e-5)
-        assert not result.dy.isnan().any()
-        del result
+@pytest.mark.parametrize("mode", ["plain", "bias", "weights", "quick-bias-weights", "squared-weights"])
+def test_more_than_two_to_the_31_elements(mode: str, device: torch.device) -> None:
+    n, form = 14336, FORMS[mode]
+    rows = 2**31 // (form.parts * n) + 1000
+    (y, bias, weights), dout = make(mode, (rows, n), torch.bfloat16, device)
+    result = run(form, (y, bias, weights), dout)
+    for part in (slice(0, 3), slice(rows - 3, rows)):
+        inputs = (y[part], bias, None if weights is None else weights[part])
+        dweights = None if result.dweights is None else result.dweights[part]
+        if bias is None:
+            got = Result(result.out[part], result.dy[part], None, dweights)
+            check(inputs, dout[part], got, mode)
+        else:
+            exact = run(form.reference, inputs, dout[part], torch.float64)
+            torch.testing.assert_close(result.out[part].double(), exact.out, rtol=2.0**-8, atol=1e-5)
+            torch.testing.assert_close(result.dy[part].double(), exact.dy, rtol=2.0**-8, atol=1e-5)
+    assert not result.dy.isnan().any()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-def test_graph_capture(mode: str, device: torch.device) -> None:
+def test_graph_capture(mode: str, device: torch.device, capture: Any) -> None:
     inputs, dout = make(mode, (64, 1536), torch.bfloat16, device)
     y, bias, weights = (leaf(x) for x in inputs)
     leaves = [x for x in (y, bias, weights) if x is not None]
@@ -1097,48 +1092,27 @@ def test_graph_capture(mode: str, device: torch.device) -> None:
         out = FORMS[mode](y, bias, weights)
         return (out, *torch.autograd.grad(out, leaves, dout))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    replay = capture(step, (*leaves, dout))
     for _ in range(3):
         fresh, fresh_dout = make(mode, (64, 1536), torch.bfloat16, device)
-        with torch.no_grad():
-            for static, value in zip((y, bias, weights, dout), (*fresh, fresh_dout)):
-                if static is not None:
-                    static.copy_(value)
-        graph.replay()
+        captured = replay((*(x for x in fresh if x is not None), fresh_dout))
         expected = list(run(FORMS[mode], fresh, fresh_dout).tensors().values())
         assert all(torch.equal(a, b) for a, b in zip(captured, expected))
 
 
-def compiled_variants() -> int:
-    total = 0
-    for name in vars(module):
-        if name.endswith("_kernel"):
-            kernel = getattr(module, name)
-            caches = kernel.device_caches if hasattr(kernel, "device_caches") else {0: (kernel.cache[0],)}
-            total += sum(len(cache[0]) for cache in caches.values())
-    return total
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
-def test_row_counts_do_not_specialise(mode: str, device: torch.device) -> None:
+def test_row_counts_do_not_specialise(mode: str, device: torch.device, compiled_variants: Any) -> None:
     def step(rows: int) -> None:
         inputs, dout = make(mode, (rows, 1536), torch.bfloat16, device)
         run(FORMS[mode], inputs, dout)
 
-    before = compiled_variants()
+    before = compiled_variants(module)
     step(5)
-    first = compiled_variants()
+    first = compiled_variants(module)
     for rows in (1, 2, 15, 16, 17, 32, 64, 100, 128, 1000, 1024, 4096, 8192, 8191):
         step(rows)
-    assert compiled_variants() == first
+    assert compiled_variants(module) == first
     assert first - before <= 3
 
 

@@ -683,7 +683,7 @@ def test_peak_memory(vocabulary: int, most: int, fused: bool, device: torch.devi
 
 
 @pytest.mark.gpu
-def test_graph_capture(device: torch.device) -> None:
+def test_graph_capture(device: torch.device, capture: Any) -> None:
     hidden, weight, target, dloss = large(256, 32000, device, 512)
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -692,21 +692,9 @@ def test_graph_capture(device: torch.device) -> None:
         loss = linear_cross_entropy(hidden, weight, target, budget_mb=8)
         return Result(loss, *torch.autograd.grad(loss, (hidden, weight), dloss))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    replay = capture(step, (hidden, weight, target, dloss))
     for _ in range(2):
         fresh = large(256, 32000, device, 512)
-        with torch.no_grad():
-            for static, value in zip((hidden, weight, target, dloss), fresh):
-                static.copy_(value)
-        graph.replay()
-        for value, right in zip(
-            vars(captured).values(), vars(run(linear_cross_entropy, *fresh, budget_mb=8)).values()
-        ):
+        right = run(linear_cross_entropy, *fresh, budget_mb=8)
+        for value, right in zip(vars(replay(fresh)).values(), vars(right).values()):
             torch.testing.assert_close(value, right)

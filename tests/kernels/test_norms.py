@@ -1034,7 +1034,7 @@ def test_more_than_two_to_the_31_elements(n: int, kind: str, device: torch.devic
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [128, 4096, 65536])
-def test_graph_capture(kind: str, n: int, device: torch.device) -> None:
+def test_graph_capture(kind: str, n: int, device: torch.device, capture: Any) -> None:
     inputs, dy = make(kind, (64, n), torch.bfloat16, device)
     leaves = [leaf(t) for t in (inputs.x, *inputs.parameters())]
 
@@ -1042,48 +1042,30 @@ def test_graph_capture(kind: str, n: int, device: torch.device) -> None:
         out = ours(inputs, *leaves)
         return (out, *torch.autograd.grad(out, leaves, dy))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    replay = capture(step, (*leaves, dy))
     for _ in range(3):
         fresh, fresh_dy = make(kind, (64, n), torch.bfloat16, device)
-        with torch.no_grad():
-            for static, value in zip((*leaves, dy), (fresh.x, *fresh.parameters(), fresh_dy)):
-                static.copy_(value)
-        graph.replay()
+        captured = replay((fresh.x, *fresh.parameters(), fresh_dy))
         expected = list(run(ours, fresh, fresh_dy).tensors().values())
         assert all(torch.equal(a, b) for a, b in zip(captured, expected))
-
-
-def compiled_variants() -> int:
-    total = 0
-    for name in vars(module):
-        if name.endswith("_kernel"):
-            kernel = getattr(module, name)
-            caches = kernel.device_caches if hasattr(kernel, "device_caches") else {0: (kernel.cache[0],)}
-            total += sum(len(cache[0]) for cache in caches.values())
-    return total
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [136, 3000])
-def test_row_counts_do_not_specialise(n: int, kind: str, device: torch.device) -> None:
+def test_row_counts_do_not_specialise(
+    n: int, kind: str, device: torch.device, compiled_variants: Any
+) -> None:
     def step(count: int) -> None:
         inputs, dy = make(kind, (count, n), torch.bfloat16, device)
         run(ours, inputs, dy)
 
-    before = compiled_variants()
+    before = compiled_variants(module)
     step(5)
-    first = compiled_variants()
+    first = compiled_variants(module)
     for count in (1, 2, 15, 16, 17, 32, 64, 100, 128, 1000, 1024, 4096, 8192, 8191):
         step(count)
-    assert compiled_variants() == first
+    assert compiled_variants(module) == first
     assert first - before <= 3
 
 
