@@ -31,7 +31,7 @@ NOBODY = 65534
 def bytecode(world: Any, path: str) -> Path:
     source = world.path(path)
     cache = source.parent / "__pycache__" / f"{source.stem}.cpython-311.pyc"
-    cache.parent.mkdir(exist_ok=True)
+    cache.parent.mkdir(parents=True, exist_ok=True)
     cache.write_bytes(b"stale")
     return Path(cache)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from scripts import apply, pair
+from scripts import apply, pair, revert
 from scripts.errors import ExpectationError, OverlayError, SourceError, StateError, TreeError, UsageError
 from scripts.files import require_folder
 from scripts.manifest import Manifest, Release, load
@@ -23,7 +23,7 @@ from scripts.overlay import PACKAGE, RECORD
 from scripts.wheelfile import ArchiveWriter
 from scripts.wheelmeta import edit_record
 
-from .test_obstacles import as_nobody, open_folder, refused
+from .test_obstacles import ALPHA, as_nobody, bytecode, open_folder, refused
 
 __all__ = ["open_folder"]
 
@@ -33,8 +33,9 @@ def here(world: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The fake tree, where commands take its pins and its overlay; there is a release 2.0 of other files."""
     releases = {**world.manifest.releases, "2.0": Release("2.0", ())}
     world = replace(world, manifest=replace(world.manifest, releases=releases))
-    monkeypatch.setattr(apply, "load", lambda: world.manifest)
-    monkeypatch.setattr(apply, "load_overlay", lambda manifest: world.overlay)
+    for module in (apply, revert):
+        monkeypatch.setattr(module, "load", lambda: world.manifest)
+        monkeypatch.setattr(module, "load_overlay", lambda manifest: world.overlay)
     return world
 
 
@@ -48,6 +49,29 @@ def test_a_tree_of_another_release_than_the_one_named(here: Any, more: list[str]
     assert (error.expected, error.found) == ("files as in 2.0", "files as in 1.0")
     assert "leave the release away" in error.remedy
     assert apply.main(["megatron==1.0", *tree]) == 0
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_revert_and_its_dry_run_refuse_the_same(here: Any, more: list[str]) -> None:
+    here.apply()
+    here.path(ALPHA).chmod(0o444)
+    error = refused(here, lambda: revert.main(["--tree", str(here.root), *more]), TreeError)
+    assert error.file == ALPHA
+    assert "read-only" in error.found
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_where_nothing_is_to_be_taken_out_nothing_need_be_writable(
+    here: Any, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody's bytecode where ours would be is not revert's."""
+    cache = bytecode(here, f"{PACKAGE}/dispatch.py").parent
+    cache.chmod(0o555)
+    before = here.snapshot()
+    assert revert.main(["--tree", str(here.root), *more]) == 0
+    assert "nothing" in capsys.readouterr().out
+    assert here.snapshot() == before
+    cache.chmod(0o755)
 
 
 def fake_wheel(world: Any, path: Path) -> Path:

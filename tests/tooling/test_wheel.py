@@ -17,6 +17,7 @@ import venv
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import packaging
 import pytest
@@ -296,6 +297,11 @@ def test_every_platform_is_every_pinned_wheel(monkeypatch: pytest.MonkeyPatch) -
         ["--tree", ".", "--all-platforms"],
         [RELEASE, "--ops", "no_such_op"],
         [RELEASE, "--python", "three"],
+        ["--tree", ".", "--platform", "aarch64"],
+        ["x.whl", "--tree", "."],
+        ["x.whl", "--python", "3.12"],
+        ["x.whl", "--platform", "aarch64"],
+        ["x.whl", "--all-platforms"],
     ],
 )
 def test_misuse(arguments: list[str], tmp_path: Path) -> None:
@@ -437,6 +443,40 @@ def test_a_build_that_fails_says_so(
     with pytest.raises(SourceError, match="pip's words are above"):
         wheel.main(["--tree", str(checkout), "--out", str(tmp_path / "dist")])
     assert "the backend is broken" in capsys.readouterr().err
+
+
+PIP: dict[str, tuple[int, int, str, str]] = {
+    "no wheel": (0, 0, "", "see that pip wheel --no-deps"),
+    "two wheels": (0, 2, "", "see that pip wheel --no-deps"),
+    "a wheel, and a failure after it": (1, 1, "", "see that pip wheel --no-deps"),
+    "a failure that tells its remedy": (1, 0, "No module named pip", "ensurepip"),
+}
+
+
+@pytest.mark.parametrize("case", PIP)
+def test_what_pip_leaves_is_one_wheel(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, count, words, remedy = PIP[case]
+
+    def pip(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        out = Path(command[command.index("--wheel-dir") + 1])
+        out.mkdir()
+        for number in range(count):
+            (out / f"{number}.whl").write_bytes(b"")
+        return subprocess.CompletedProcess(command, code, f"pip said {words}")
+
+    monkeypatch.setattr(wheel, "subprocess", SimpleNamespace(run=pip, PIPE=-1, STDOUT=-2))
+    monkeypatch.setattr(wheel, "read_wheel", lambda *_: pytest.fail("it was opened"))
+    with pytest.raises(SourceError) as caught:
+        wheel._build(tmp_path / "copy", tmp_path / "built", tmp_path / "checkout")
+    assert (caught.value.file, caught.value.expected) == (
+        str(tmp_path / "checkout"),
+        "one wheel, built by pip",
+    )
+    assert caught.value.found == f"exit code {code} and {count} wheels; pip's words are above"
+    assert remedy in caught.value.remedy
+    assert capsys.readouterr().err == f"pip said {words}\n"
 
 
 def test_a_tree_that_apply_refuses_is_refused(checkout: Path, tmp_path: Path) -> None:
