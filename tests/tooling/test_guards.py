@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +135,22 @@ def test_somebodys_file_at_a_path_of_ours_is_left_by_revert(world: Any) -> None:
     mine.unlink()
     mine.parent.rmdir()
     assert world.snapshot() == before
+
+
+@pytest.mark.parametrize("step", ["apply", "revert"])
+def test_a_file_system_without_locks_is_worked_on(
+    world: Any, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    before = world.snapshot()
+    if step == "revert":
+        world.apply()
+
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    getattr(world, step)()
+    assert (world.snapshot() == before) == (step == "revert")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from scripts import lint
 from scripts.errors import ExpectationError
-from scripts.lint import PatchSet, Rule
+from scripts.lint import PatchSet, Problem, Rule
 from scripts.manifest import (
     License,
     Manifest,
@@ -30,6 +30,7 @@ from scripts.manifest import (
 from scripts.overlay import ROOT, sha256
 
 PATH = "megatron/core/fusions/alpha.py"
+PROBLEM = Problem("a.py", 3, "wrong", "rule")
 TAIL = b"""# SPDX-License-Identifier: Apache-2.0
 # entry: alpha
 #   kind: speed
@@ -308,6 +309,38 @@ def test_the_projects_own_set_is_sound() -> None:
     assert lint.check(ROOT) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "found", "compared", "code", "said"),
+    [
+        ([], [], [], 0, "the patch set is sound"),
+        ([], [PROBLEM], [], 1, "a.py:3: wrong [rule]\n1 problems"),
+        (["--clone", "."], [], [], 0, "the patch set is sound"),
+        (["--clone", "."], [], [PROBLEM], 1, "a.py:3: wrong [rule]\n1 problems"),
+        (["--clone", "."], [PROBLEM], None, 1, "a.py:3: wrong [rule]\n1 problems"),
+    ],
+)
+def test_a_problem_is_told_and_ends_lint_with_1(
+    words: list[str],
+    found: list[Problem],
+    compared: list[Problem] | None,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Previews are compared with a clone only where one is given and the set itself is sound."""
+
+    def compare(*_: object) -> list[Problem]:
+        assert words
+        assert compared is not None
+        return compared
+
+    monkeypatch.setattr(lint, "check", lambda root: found)
+    monkeypatch.setattr(lint, "previews_are_of", compare)
+    assert lint.main(words) == code
+    assert capsys.readouterr().out.startswith(said)
+
+
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     for folder in ("patches", "overlay", "kernels", "LICENSES"):
@@ -334,6 +367,7 @@ def edit_json(path: Path, change: Callable[[Any], object]) -> None:
         ("releases.json", lambda d: d["releases"]["0.16.1"].update(wheels={})),
         ("releases.json", lambda d: d["releases"]["0.16.1"]["wheels"][0].pop("sha256")),
         ("releases.json", lambda d: d.update(yanked=["0.18.1"])),
+        ("releases.json", lambda d: d.update(yanked={"0.18.1": None})),
         ("releases.json", lambda d: d.pop("licenses")),
         ("releases.json", lambda d: d["licenses"][0].update(path="../LICENSE")),
         ("files.json", lambda d: next(iter(d["files"].values())).update(absent="0.12.0")),

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts.errors import ExpectationError
 from scripts.overlay import ROOT, extend, load_overlay, overlay_version, sha256, split
 
 PATCH = "patches/megatron/core/models/backends.py.patch"
@@ -100,6 +101,50 @@ def test_the_projects_own_overlay_loads() -> None:
     assert "megatron/core/liger/kernels/gated.py" in overlay.added
     assert "megatron/core/fusions/fused_bias_swiglu.py" in overlay.tails
     assert not set(overlay.added) & set(overlay.tails)
+
+
+VERSION = "overlay/megatron/core/liger/version.py"
+TAIL = "overlay/megatron/core/fusions/fused_bias_swiglu.py"
+FAULTS: dict[str, tuple[str, bytes | None, str, str]] = {
+    "a tail without a pin": (TAIL.replace("swiglu", "other"), b"", "a pin in patches/files.json", "none"),
+    "a pin without a tail": (TAIL, None, "the tail of a pinned file", "no file"),
+    "no version": (VERSION, b"", "OVERLAY_VERSION = <integer>", "no such line"),
+    "no file with it": (VERSION, None, "OVERLAY_VERSION = <integer>", "no such line"),
+    "a version of text": (
+        VERSION,
+        b"OVERLAY_VERSION: str = '1'",
+        "OVERLAY_VERSION = <integer>",
+        "no such line",
+    ),
+    "a version that is a truth": (
+        VERSION,
+        b"OVERLAY_VERSION = True",
+        "OVERLAY_VERSION = <integer>",
+        "no such",
+    ),
+    "a version to compute": (
+        VERSION,
+        b"OVERLAY_VERSION = 1 + 1",
+        "OVERLAY_VERSION = <integer>",
+        "no such line",
+    ),
+    "another name": (VERSION, b"VERSION = 1", "OVERLAY_VERSION = <integer>", "no such line"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_sources_that_do_not_hold_together_stop_every_command(tmp_path: Path, case: str) -> None:
+    path, data, expected, found = FAULTS[case]
+    for name in ("overlay", "kernels", "patches"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / path).unlink(missing_ok=True)
+    if data is not None:
+        (tmp_path / path).write_bytes(data)
+    with pytest.raises(ExpectationError) as caught:
+        load_overlay(tmp_path)
+    assert (caught.value.file, caught.value.expected) == (path, expected)
+    assert found in caught.value.found
+    assert caught.value.exit_code == 1
 
 
 @pytest.fixture

@@ -217,6 +217,7 @@ def test_a_draft_is_the_one_place_where_all_lines_stand() -> None:
     listed = parse(top.replace(b"---", line.encode() + b"\n---") + hunk.dump())
     assert listed.change(base) == (after, (hunk.moved(1),))
     assert patch.draft(BASE + BASE) is None  # two places
+    assert parse(top + b"@@ -1,0 +2 @@\n+new\n").draft(base) is None  # no line to find it by
     assert patch.draft(b"two\nThree\n") is None
 
 

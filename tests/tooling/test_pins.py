@@ -313,6 +313,30 @@ def test_why_a_release_was_withdrawn(tmp_path: Path, index: Fake) -> None:
     assert pins.gather("1.0", load(), tmp_path).yanked == "wrong version"
 
 
+@pytest.mark.parametrize(
+    ("code", "words", "refused"),
+    [
+        (0, "Saved", False),
+        (1, "ERROR: No matching distribution found for megatron-core==1.0", False),
+        (1, "ERROR: Could not find a version that satisfies it", False),
+        (1, "ERROR: connection reset\n\n", True),
+        (1, "", True),
+    ],
+)
+def test_a_pip_that_fails_is_no_release_without_files(
+    code: int, words: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.CompletedProcess([], code, stdout="looked\n", stderr=words)
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: done)
+    if not refused:
+        assert pins._pip("1.0", tmp_path, []) == "looked\n" + words
+        return
+    with pytest.raises(SourceError) as caught:
+        pins._pip("1.0", tmp_path, [])
+    assert caught.value.file == "megatron-core 1.0"
+    assert caught.value.found == (words.strip() or "no word")
+
+
 def test_a_release_that_nobody_pinned_is_told(
     tmp_path: Path, index: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

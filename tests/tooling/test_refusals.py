@@ -20,12 +20,15 @@ from scripts.errors import ExpectationError, OverlayError, SourceError, StateErr
 from scripts.files import require_folder
 from scripts.manifest import Manifest, Release, load
 from scripts.overlay import PACKAGE, RECORD
+from scripts.record import line
 from scripts.wheelfile import ArchiveWriter
 from scripts.wheelmeta import edit_record
 
-from .test_obstacles import ALPHA, as_nobody, bytecode, open_folder, refused
+from .test_obstacles import ALPHA, RECORD_FILE, as_nobody, bytecode, open_folder, refused
 
 __all__ = ["open_folder"]
+
+BETA = "megatron/core/fusions/beta.py"
 
 
 @pytest.fixture
@@ -78,6 +81,8 @@ def fake_wheel(world: Any, path: Path) -> Path:
     with zipfile.ZipFile(path, "w") as wheel:
         for name, data in world.upstream.items():
             wheel.writestr(name, data)
+        rows = [line(name, data) + b"\n" for name, data in world.upstream.items()]
+        wheel.writestr(RECORD_FILE, b"".join([*rows, RECORD_FILE.encode() + b",,\n"]))
     return path
 
 
@@ -106,6 +111,25 @@ def test_what_cannot_be_looked_into_is_not_built_over(
     assert "ermission denied" in error.found
     assert (dest / "mine" / "notes.txt").read_bytes() == b"mine"
     assert not list(dest.parent.glob(".tree*"))
+
+
+@pytest.mark.parametrize("step", ["build", "dry run"])
+def test_what_could_not_be_deleted_is_not_built_over(
+    step: str, new_world: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An immutable file in the old tree, for which no mode tells that it cannot be deleted."""
+    world = new_world(tmp_path / "unused")
+    wheel = fake_wheel(world, tmp_path / "x.whl")
+    release = world.manifest.release("megatron==1.0")
+    monkeypatch.setattr(apply, "BUILD", tmp_path / "build")
+    words = (wheel, world.manifest, world.overlay)
+    apply._into_build(*words, ("alpha",), release, False)
+    tree = replace(world, root=tmp_path / "build" / "megatron-core-1.0")
+    monkeypatch.setattr(apply, "held", lambda item: item == tree.path(BETA))
+    error = refused(tree, lambda: apply._into_build(*words, None, release, step == "dry run"), TreeError)
+    assert (error.file, error.found) == (str(tree.path(BETA)), "immutable")
+    assert error.remedy == f"chattr -i -a {tree.path(BETA)} as root, then retry"
+    assert not list(tree.root.parent.glob(".megatron*"))
 
 
 @pytest.mark.parametrize("kind", ["file", "broken link"])

@@ -137,6 +137,23 @@ def test_what_upstream_does_not_have(python: str, platform: str | None) -> None:
         source.choose(load().release("megatron==0.16.1"), python, platform)
 
 
+def test_the_nearest_wheel_is_the_newest_pythons_for_the_machine() -> None:
+    names = [
+        "megatron_core-1.0-py3-none-any.whl",
+        "megatron_core-1.0-cp39-cp39-manylinux_2_28_x86_64.whl",
+        "megatron_core-1.0-cp310-cp310-manylinux_2_28_x86_64.whl",
+        "megatron_core-1.0-cp313-cp313-manylinux_2_28_aarch64.whl",
+    ]
+    release = Release("1.0", tuple(PinnedFile(name, "0" * 64) for name in names))
+    assert source.choose(release, "3.12", "x86_64", nearest=True).filename == names[2]
+    assert source.choose(release, "3.9", "x86_64", nearest=True).filename == names[1]
+    for platform, nearest in (("x86_64", False), ("riscv64", True)):
+        with pytest.raises(SourceError) as caught:
+            source.choose(release, "3.12", platform, nearest=nearest)
+        assert caught.value.expected == f"a wheel for Python 3.12 on {platform}"
+        assert caught.value.found.startswith("wheels for 3.9 manylinux_2_28_x86_64, 3.10 ")
+
+
 @pytest.mark.parametrize("python", ["3", "python3.11", "2.7", "3.11.4", " "])
 def test_a_malformed_python(python: str) -> None:
     with pytest.raises(UsageError):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import zipfile
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from scripts.diff import main, tree_diff, unified
 from scripts.errors import ExpectationError, StateError
 from scripts.overlay import PACKAGE, RECORD
+from scripts.record import dump
 from scripts.status import HALF, expect, judge, lines
 from scripts.verify import inspect
 
@@ -90,6 +92,25 @@ def test_half_applied(world: Any) -> None:
     world.apply()
     world.path(f"{PACKAGE}/dispatch.py").unlink()
     assert verdict(world) == HALF
+
+
+def test_without_a_finished_record_a_tree_is_half_applied(world: Any) -> None:
+    """Also where another version wrote it, whose bytes this checkout does not know."""
+    world.apply()
+    record = world.path(RECORD).read_bytes()
+    document = json.loads(record)
+    world.path(RECORD).write_bytes(dump({**document, "previous": {ALPHA: ["0" * 64]}}))
+    assert verdict(world) == HALF
+    world.path(RECORD).unlink()
+    assert verdict(world) == HALF
+    world.path(RECORD).write_bytes(dump({**document, "overlay": 7, "ops": ["alpha"]}))
+    assert verdict(world) == "overlaid by another version or state of the overlay, ops alpha"
+
+
+def test_a_missing_file_is_said_to_be(world: Any) -> None:
+    world.path(ALPHA).unlink()
+    assert said(world)[ALPHA] == "missing"
+    assert verdict(world) == f"not supported as it is ({ALPHA})"
 
 
 def test_expectations(world: Any) -> None:

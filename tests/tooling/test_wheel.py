@@ -298,10 +298,6 @@ def test_every_platform_is_every_pinned_wheel(monkeypatch: pytest.MonkeyPatch) -
         [RELEASE, "--ops", "no_such_op"],
         [RELEASE, "--python", "three"],
         ["--tree", ".", "--platform", "aarch64"],
-        ["x.whl", "--tree", "."],
-        ["x.whl", "--python", "3.12"],
-        ["x.whl", "--platform", "aarch64"],
-        ["x.whl", "--all-platforms"],
     ],
 )
 def test_misuse(arguments: list[str], tmp_path: Path) -> None:

@@ -77,6 +77,11 @@ def test_metadata_without_a_description_gets_one(body: str | None) -> None:
     assert str(parsed.get_payload()).split() == ["first", "second"]
 
 
+def test_a_last_header_without_a_line_end_gets_one() -> None:
+    result = _edit("\n".join(HEADERS).encode()).decode()
+    assert result.split("\n")[-5:] == [HEADERS[-1], "", "first", "second", ""]
+
+
 def test_license_files_are_declared_from_metadata_2_4_on() -> None:
     for version, expected in [("2.1", ["AUTHORS"]), ("2.3", ["AUTHORS"]), ("2.10", ["AUTHORS", *FILES])]:
         headers = [f"Metadata-Version: {version}", *HEADERS[1:]]
@@ -198,6 +203,10 @@ def test_any_record_is_right_after_the_edit(
 def _edit_record(text: str, changed: dict[str, bytes] | None = None, **more: object) -> bytes:
     arguments: dict[str, object] = {"path": "R", "rename": lambda name: name, "added": {}, **more}
     return edit_record(text.encode(), "R", changed=changed or {}, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_blank_line_of_record_stays() -> None:
+    assert _edit_record("a,sha256=x,1\n\nR,,\n") == b"a,sha256=x,1\n\nR,,\n"
 
 
 def test_a_signature_leaves_record() -> None:
