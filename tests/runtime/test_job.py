@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -94,6 +95,55 @@ torch.distributed.init_process_group("fake", rank=3, world_size=4, store=FakeSto
     assert lines(python(code=code, **KERNELS, RANK="0", WORLD_SIZE="4").stdout) == []
     code = code.replace("rank=3", "rank=0")
     assert len(lines(python(code=code, **KERNELS, RANK="3", WORLD_SIZE="4").stdout)) == 2
+
+
+def test_counts_of_a_device_that_cannot_be_asked(liger: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not read is said, a zero is not, and an error of the device stops no line."""
+    job = importlib.import_module("megatron.core.liger.job")
+    op = sys.modules["megatron.core.liger.dispatch"].OPS["cross_entropy"]
+    counts: dict[str, int | None] = {"wrong labels": 3, "others": 0, "late": None}
+    waits: list[bool] = []
+
+    def read(wait: bool) -> dict[str, int | None]:
+        waits.append(wait)
+        if not counts:
+            raise RuntimeError("device-side assert triggered")
+        return counts
+
+    monkeypatch.setattr(op, "device_counts", read)
+    assert "wrong labels 3, late not read (the device is busy)" in job.summary()
+    assert "others" not in job.summary()
+    counts.clear()
+    assert "cross_entropy: never called" in job.summary()
+    assert not any(waits)
+
+
+@pytest.mark.parametrize(
+    ("environ", "spawned", "distributed"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, False, True),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True, False),
+        ({"RANK": "0"}, False, False),
+        ({"WORLD_SIZE": "2"}, False, False),
+    ],
+)
+def test_whether_this_is_a_rank(
+    liger: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str],
+    spawned: bool,
+    distributed: bool,
+) -> None:
+    job = importlib.import_module("megatron.core.liger.job")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: object() if spawned else None)
+    assert job.distributed() is distributed
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    assert job.distributed()
+    assert not job._spawned()
 
 
 IMPORT_ONLY = "import megatron.core.fusions.fused_bias_swiglu"
