@@ -238,3 +238,37 @@ def test_what_is_given_already_is_not_chosen(here: Any, option: list[str], wheel
     error = refused(here, lambda: apply.main([*given, *option]), UsageError)
     assert error.found.startswith("a wheel with" if wheel else "--tree with")
     assert "leave" in error.remedy
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_revert_says_what_it_does(here: Any, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Each file, RECORD of an installed tree, what a killed run left, and what stays since it is not ours."""
+    folder = here.path(RECORD_FILE)
+    folder.parent.mkdir()
+    rows = [line(path, data) + b"\n" for path, data in here.upstream.items()]
+    folder.write_bytes(b"".join([*rows, RECORD_FILE.encode() + b",,\n"]))
+    here.apply("alpha")
+    mine = here.path(f"{PACKAGE}/mine.py")
+    mine.write_bytes(b"mine\n")
+    left = here.tree.temporary(ALPHA)
+    left.write_bytes(b"")
+    before = here.snapshot()
+    tree = ["--tree", str(here.root)]
+    assert revert.main([*tree, *more]) == 0
+    said = capsys.readouterr().out.splitlines()
+    first = f"{here.root} would be reverted; nothing was written" if more else f"{here.root} is reverted"
+    added = [*(f"  remove  {path}" for path in sorted(here.overlay.added)), f"  remove  {RECORD}"]
+    name = left.relative_to(here.root).as_posix()
+    assert said == [
+        first,
+        f"  restore {ALPHA}",
+        *added,
+        f"  restore {RECORD_FILE}",
+        f"  remove  {name} (left by a run that was cut short)",
+        *([] if more else [f"  left    {PACKAGE}/mine.py (not the overlay's)"]),
+    ]
+    assert (here.snapshot() == before) == bool(more)
+    assert mine.read_bytes() == b"mine\n"
+    if not more:
+        assert revert.main(tree) == 0
+        assert capsys.readouterr().out == f"{here.root} has no overlay; nothing was written\n"
