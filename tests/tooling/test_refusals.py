@@ -132,6 +132,23 @@ def test_what_could_not_be_deleted_is_not_built_over(
     assert not list(tree.root.parent.glob(".megatron*"))
 
 
+def test_a_link_to_the_same_bytes_is_no_file_as_apply_wrote_it(
+    new_world: Callable[..., Any], tmp_path: Path
+) -> None:
+    """What it leads to is somebody's, and can change without a word."""
+    world = new_world(tmp_path / "unused")
+    wheel = fake_wheel(world, tmp_path / "x.whl")
+    dest = tmp_path / "tree"
+    words = (wheel, world.manifest, world.overlay, None, world.manifest.release("megatron==1.0"), dest)
+    apply._build(*words)
+    tree = replace(world, root=dest)
+    tree.path(ALPHA).replace(tmp_path / "mine.py")
+    tree.path(ALPHA).symlink_to(tmp_path / "mine.py")
+    assert refused(tree, lambda: apply._build(*words), StateError).file == str(tree.path(ALPHA))
+    tree.path(ALPHA).unlink()
+    assert apply._build(*words).word == "built anew: it was not what it should be"
+
+
 @pytest.mark.parametrize("kind", ["file", "broken link"])
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_a_folders_place_that_is_taken(tmp_path: Path, kind: str, below: str) -> None:
