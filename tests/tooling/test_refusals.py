@@ -20,7 +20,7 @@ from scripts.errors import ExpectationError, OverlayError, SourceError, StateErr
 from scripts.files import require_folder
 from scripts.manifest import Manifest, Release, load
 from scripts.overlay import PACKAGE, RECORD
-from scripts.record import line
+from scripts.record import dump, line
 from scripts.wheelfile import ArchiveWriter
 from scripts.wheelmeta import edit_record
 
@@ -149,19 +149,63 @@ def test_a_link_to_the_same_bytes_is_no_file_as_apply_wrote_it(
     assert apply._build(*words).word == "built anew: it was not what it should be"
 
 
-@pytest.mark.parametrize("kind", ["file", "broken link"])
+@pytest.mark.parametrize("kind", ["file", "link to a file", "broken link"])
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_a_folders_place_that_is_taken(tmp_path: Path, kind: str, below: str) -> None:
     place = tmp_path / "out"
     if kind == "file":
         place.write_bytes(b"mine")
     else:
-        place.symlink_to("nowhere")
+        (tmp_path / "mine").write_bytes(b"mine")
+        place.symlink_to("mine" if kind == "link to a file" else "nowhere")
     with pytest.raises(TreeError) as caught:
         require_folder(place / below)
     assert caught.value.file == str(place)
-    assert caught.value.found == {"file": "a file", "broken link": "a broken symbolic link"}[kind]
+    assert caught.value.found == ("a broken symbolic link" if kind == "broken link" else "a file")
     assert str(place) in caught.value.remedy
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"action": "extend", "op": "alpha", "before": "0" * 64, "after": "1" * 64, **changes}
+
+
+RECORDS: dict[str, dict[str, Any]] = {
+    "a version that is text": {"overlay": "1"},
+    "an op that is none": {"ops": ["alpha", 2]},
+    "ops that are none": {"ops": None},
+    "a release that is none": {"release": 1},
+    "a commit that is none": {"commit": ["abc"]},
+    "an action that nobody knows": {"files": {ALPHA: entry(action="delete")}},
+    "a hash that is a number": {"files": {ALPHA: entry(after=1)}},
+    "a hash in capitals": {"files": {ALPHA: entry(after="A" * 64)}},
+    "a hash and a line end": {"files": {ALPHA: entry(after="1" * 64 + "\n")}},
+    "no hash": {"files": {ALPHA: {"action": "add"}}},
+    "earlier hashes that are one text": {"previous": {ALPHA: "1" * 64}},
+    "earlier hashes that are none": {"previous": {ALPHA: ["1" * 64, "2"]}},
+    "itself": {"files": {RECORD: entry()}},
+    "itself, earlier": {"previous": {RECORD: ["1" * 64]}},
+    "a path of another package": {"files": {"other/core/a.py": entry()}},
+    "a path beside": {"files": {"megatron": entry()}},
+    "a path out": {"files": {"megatron/../../a.py": entry()}},
+    "a path from the root": {"files": {"/megatron/core/a.py": entry()}},
+    "a path with backslashes": {"files": {"megatron/core\\a.py": entry()}},
+    "a path with a control character": {"files": {"megatron/core/a\0.py": entry()}},
+    "a name that is too long": {"previous": {f"megatron/{'a' * 300}.py": ["1" * 64]}},
+    "a path that is too long": {"previous": {"megatron" + "/aaaaaaaaa" * 150: ["1" * 64]}},
+}
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_a_record_that_the_overlay_did_not_write(world: Any, case: str) -> None:
+    """One fault in a record that is right otherwise is enough: nothing in it is acted on."""
+    world.apply("alpha")
+    right, wrong = json.loads(world.path(RECORD).read_bytes()), RECORDS[case]
+    files = {**right["files"], **wrong.get("files", {})}
+    world.path(RECORD).write_bytes(dump({**right, **wrong, "files": files}))
+    for step in (world.apply, world.revert):
+        error = refused(world, step, StateError)
+        assert (error.file, error.expected) == (RECORD, "a record that the overlay wrote")
+        assert "move it away" in error.remedy
 
 
 PINS: dict[str, tuple[str, str | None, str]] = {

@@ -143,6 +143,7 @@ def test_the_nearest_wheel_is_the_newest_pythons_for_the_machine() -> None:
         "megatron_core-1.0-cp39-cp39-manylinux_2_28_x86_64.whl",
         "megatron_core-1.0-cp310-cp310-manylinux_2_28_x86_64.whl",
         "megatron_core-1.0-cp313-cp313-manylinux_2_28_aarch64.whl",
+        "megatron_core-1.0-cp312-cp312-musllinux_1_2_x86_64.whl",
     ]
     release = Release("1.0", tuple(PinnedFile(name, "0" * 64) for name in names))
     assert source.choose(release, "3.12", "x86_64", nearest=True).filename == names[2]

@@ -107,6 +107,49 @@ def test_without_a_finished_record_a_tree_is_half_applied(world: Any) -> None:
     assert verdict(world) == "overlaid by another version or state of the overlay, ops alpha"
 
 
+def test_a_file_of_an_op_that_is_not_applied_may_be_anything(world: Any) -> None:
+    world.apply("alpha")
+    world.path(BETA).write_bytes(b"# a fork's\n")
+    assert verdict(world) == "overlaid, version 1, ops alpha"
+    expecting(world, "overlaid", "alpha")
+
+
+def test_a_record_without_any_op(world: Any) -> None:
+    """As another version may write one: nothing is planned for no op."""
+    world.apply("alpha")
+    document = json.loads(world.path(RECORD).read_bytes())
+    world.path(RECORD).write_bytes(dump({**document, "ops": []}))
+    assert verdict(world) == "overlaid by another version or state of the overlay, ops "
+
+
+@pytest.mark.parametrize("overlaid", [True, False])
+def test_what_is_left_is_not_pristine(world: Any, overlaid: bool) -> None:
+    """A killed run's file alone, too, and the record alone; an added file that is somebody's is named."""
+    if overlaid:
+        world.apply("alpha")
+        world.path(ALPHA).write_bytes(world.upstream[ALPHA])
+        for path in world.overlay.added:
+            world.path(path).unlink()
+        left = RECORD
+    else:
+        left = world.tree.temporary(ALPHA).relative_to(world.root).as_posix()
+        world.path(left).write_bytes(b"")
+    with pytest.raises(ExpectationError) as caught:
+        expecting(world, "pristine")
+    assert caught.value.found.startswith("something of the overlay is left: ")
+    assert left in caught.value.found
+    world.path(left).unlink()
+    if overlaid:
+        world.revert()
+    expecting(world, "pristine")
+    mine = world.path(f"{PACKAGE}/dispatch.py")
+    mine.parent.mkdir()
+    mine.write_bytes(b"mine\n")
+    assert said(world)[f"{PACKAGE}/dispatch.py"] == "changed by hand, or not the overlay's"
+    with pytest.raises(ExpectationError, match=r"dispatch\.py is edited"):
+        expecting(world, "pristine")
+
+
 def test_a_missing_file_is_said_to_be(world: Any) -> None:
     world.path(ALPHA).unlink()
     assert said(world)[ALPHA] == "missing"
@@ -189,8 +232,21 @@ def test_the_diff_takes_the_overlay_out(
     assert files == {path: item for path, item in before.items() if item[1] is not None}
 
 
-def test_the_diff_of_a_pristine_tree_is_empty(world: Any) -> None:
+@pytest.mark.parametrize("form", ["world", "installed"])
+def test_the_diff_of_a_pristine_tree_is_empty(form: str, request: pytest.FixtureRequest) -> None:
+    world = request.getfixturevalue(form)
     assert tree_diff(world.tree, world.manifest, world.overlay) == (b"", {})
+
+
+def test_the_diff_of_a_file_that_is_upstreams_again(world: Any, tmp_path: Path) -> None:
+    """Its record still names it, and nobody changed it by hand."""
+    world.apply()
+    world.path(ALPHA).write_bytes(world.upstream[ALPHA])
+    diff, lost = tree_diff(world.tree, world.manifest, world.overlay, tmp_path)
+    assert not lost
+    assert b"a/" + BETA.encode() in diff
+    assert b"a/" + ALPHA.encode() not in diff
+    assert b"by hand" not in diff
 
 
 def bring_wheel(world: Any, cache: Path, files: dict[str, bytes] | None = None) -> Path:

@@ -24,9 +24,10 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from scripts import source, wheel
-from scripts.errors import SourceError, StateError, TreeError, UsageError
+from scripts.errors import ExpectationError, SourceError, StateError, TreeError, UsageError
 from scripts.manifest import load
 from scripts.overlay import load_overlay, split
+from scripts.verify import FileState, Plan
 from scripts.wheelfile import read_archive
 
 ROOT = Path(wheel.__file__).resolve().parent.parent
@@ -439,6 +440,65 @@ def test_a_build_that_fails_says_so(
     with pytest.raises(SourceError, match="pip's words are above"):
         wheel.main(["--tree", str(checkout), "--out", str(tmp_path / "dist")])
     assert "the backend is broken" in capsys.readouterr().err
+
+
+def test_each_thing_that_is_not_as_in_upstreams_wheel_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def left(path: str, data: bytes | None) -> FileState:
+        return FileState(path, "patch", "alpha", "left", data)
+
+    files = (left("a.py", None), left("b.py", b"fork"))
+    plan = Plan((), ("alpha",), None, ("1.0", "1.1"), left=files, missing=("beta", "gamma"))
+    upstream = SimpleNamespace(filename="up.whl", signatures=("d/RECORD.jws", "d/RECORD.p7s"))
+    wheel._report(wheel.Patched(upstream, b"data", plan, upstream), tmp_path / "new.whl")
+    said = capsys.readouterr().out
+    for line in (
+        "  4 bytes, sha256 " + hashlib.sha256(b"data").hexdigest(),
+        "  from up.whl, files as in 1.0, 1.1; that does not make it the release",
+        "  left: a.py is not there: this call site stays upstream's (op alpha)",
+        "  left: b.py is no pinned variant: this call site stays upstream's (op alpha)",
+        "  none: beta, this release has nothing for it to change",
+        "  none: gamma, this release has nothing for it to change",
+        "  left out: d/RECORD.jws, which signs upstream's RECORD",
+        "  left out: d/RECORD.p7s, which signs upstream's RECORD",
+    ):
+        assert line in said.splitlines()
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_what_may_be_another_runs_is_left_where_there_are_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    others = [tmp_path / f".megatron_core-1.0-py3-none-any.whl.{number}.tmp" for number in (41, 42)]
+    for other in others:
+        other.write_bytes(b"half")
+
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(37, "No locks available")
+
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", refuse)
+    assert wheel._write(tmp_path, "new.whl", b"data").read_bytes() == b"data"
+    assert [other.exists() for other in others] == [not locks] * 2
+    assert len(list(tmp_path.iterdir())) == (1 if locks else 3)
+
+
+@pytest.mark.parametrize("text", [None, b"another text"])
+def test_a_licence_text_that_is_not_the_pinned_one_goes_into_no_wheel(
+    tmp_path: Path, text: bytes | None
+) -> None:
+    manifest = load()
+    version = manifest.newest()
+    pin = manifest.license(version)
+    if text is not None:
+        (tmp_path / pin.path).parent.mkdir()
+        (tmp_path / pin.path).write_bytes(text)
+    with pytest.raises(ExpectationError) as caught:
+        wheel.pinned_license(manifest, version, tmp_path)
+    assert (caught.value.file, caught.value.expected) == (pin.path, f"sha256 {pin.sha256}")
+    found = "no file" if text is None else f"sha256 {hashlib.sha256(text).hexdigest()}"
+    assert caught.value.found == found
 
 
 PIP: dict[str, tuple[int, int, str, str]] = {
