@@ -135,9 +135,23 @@ def with_license(**changes: Any) -> PatchSet:
     return replace(patch_set, manifest=replace(patch_set.manifest, licenses=(text,)))
 
 
+def with_licenses_of_one_path() -> PatchSet:
+    """Two releases under one text, by two entries."""
+    patch_set = with_file(
+        variants=(replace(sound().manifest.files[PATH].variants[0], releases=("1.0", "1.1")),)
+    )
+    (text,) = patch_set.manifest.licenses
+    texts = (text, replace(text, releases=("1.1",)))
+    return replace(patch_set, manifest=replace(patch_set.manifest, licenses=texts))
+
+
 def with_tail_and_variant(tail: bytes, variant: Variant) -> PatchSet:
     patch_set = with_file(variants=(*sound().manifest.files[PATH].variants, variant))
     return replace(patch_set, tails={f"overlay/{PATH}": tail})
+
+
+def with_settings(data: bytes) -> PatchSet:
+    return replace(sound(), added={"overlay/megatron/core/liger/settings.py": data})
 
 
 def added(text: bytes) -> PatchSet:
@@ -191,6 +205,8 @@ BROKEN: list[tuple[Rule, PatchSet, str]] = [
     (lint.licenses_pinned, with_license(source=""), "lacks releases or a source"),
     (lint.licenses_pinned, with_license(sha256="f" * 64), "is not the pinned text"),
     (lint.licenses_pinned, replace(sound(), texts={}), "is not there"),
+    (lint.licenses_pinned, with_license(path="LICENSES/other.txt"), "is not there"),
+    (lint.licenses_pinned, with_licenses_of_one_path(), "is listed twice"),
     (
         lint.licenses_pinned,
         replace(sound(), texts={**sound().texts, "LICENSES/b.txt": b"b"}),
@@ -242,6 +258,8 @@ BROKEN: list[tuple[Rule, PatchSet, str]] = [
     (lint.tails_apply, with_tail(lambda d: GUARDED), "on a condition, and every variant has it"),
     (lint.ops_agree, with_file(op="beta"), "OPS is"),
     (lint.ops_agree, replace(sound(), added={}), "OPS is"),
+    (lint.ops_agree, with_settings(b"OPS: tuple[str, ...]\n"), "OPS is ()"),
+    (lint.ops_agree, with_settings(b"def OPS(): ...\n"), "OPS is ()"),
     (lint.imports_sound, added(b"import kernels.swiglu\n"), "a tree does not have"),
     (lint.imports_sound, added(b"def f():\n    from scripts import apply\n"), "a tree does not have"),
     (
@@ -265,6 +283,24 @@ def test_a_rule_finds_its_fault_and_no_other_rule_does(rule: Rule, patch_set: Pa
     assert any(message in problem.message for problem in found), found
     for problem in found:
         assert problem.file.startswith(("overlay/", "kernels/", "patches/", "LICENSES/"))
+
+
+@pytest.mark.parametrize("path", [f"overlay/{PATH}", f"patches/{CALLER}.patch"])
+def test_what_has_no_pin_is_one_problem_and_no_traceback(path: str) -> None:
+    """Every other rule passes over it, and finds what else is wrong."""
+    patch_set = sound()
+    name = path.partition("/")[2].removesuffix(".patch")
+    files = {key: file for key, file in patch_set.manifest.files.items() if key != name}
+    patch_set = replace(patch_set, manifest=replace(patch_set.manifest, files=files))
+    found = {rule.__name__: [p.message for p in rule(patch_set) if p.file == path] for rule in lint.RULES}
+    assert [message for messages in found.values() for message in messages if "has no pin" in message]
+    assert found["ledger_matches_pins"] == found["ledger_complete"] == found["tails_apply"] == []
+
+
+def test_an_extended_file_without_entries_needs_no_fingerprint() -> None:
+    assert not list(
+        lint.fingerprints_complete(with_file(entries=(), variants=(replace(VARIANT, entries={}),)))
+    )
 
 
 def test_an_entry_that_a_variant_lacks_is_asked_for() -> None:

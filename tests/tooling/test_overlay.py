@@ -157,6 +157,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("overlay", "kernels", "patches"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     (root / ".gitignore").write_text("*.log\nignored.py\n")
+    (root / "kernels/notes.md").write_text("no part of a tree\n")
     git(root, "init", "-q")
     git(root, "add", ".")
     commit(root)
@@ -180,6 +181,7 @@ def nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def other_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("overlay/notes.txt", "kernels/run.log", "patches/files.json.orig", "new.py", "scripts.py"):
         (root / path).write_bytes(b"")
+    (root / "kernels/folder.py").mkdir()
     (root / "kernels/__pycache__").mkdir()
     (root / "kernels/__pycache__/rows.cpython-311.pyc").write_bytes(b"")
 
@@ -222,6 +224,18 @@ def test_the_commit_depends_on_what_is_written_alone(
 ) -> None:
     head = git(checkout, "rev-parse", "HEAD")
     change(checkout, monkeypatch)
+    assert load_overlay(checkout).commit == head
+
+
+def test_a_repository_of_longer_hashes(checkout: Path) -> None:
+    shutil.rmtree(checkout / ".git")
+    command = ["git", "-C", str(checkout), "init", "-q", "--object-format=sha256"]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this git has no sha256 repositories")
+    git(checkout, "add", ".")
+    commit(checkout)
+    head = git(checkout, "rev-parse", "HEAD")
+    assert len(head) == 64
     assert load_overlay(checkout).commit == head
 
 

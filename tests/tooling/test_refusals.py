@@ -231,6 +231,37 @@ def test_pins_that_cannot_be_read(tmp_path: Path, case: str) -> None:
     assert caught.value.remedy in ("correct the file", "restore it from version control", "keep one of them")
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        (
+            "files.json",
+            lambda d: next(iter(d["files"].values())).update(absent=[1]),
+            "a list of what matches",
+        ),
+        ("files.json", lambda d: next(iter(d["files"].values())).update(absent=["one"]), "a list of what"),
+        (
+            "files.json",
+            lambda d: next(iter(d["files"].values()))["variants"][0].update(entries={"a": 1}),
+            "an object of strings and nulls",
+        ),
+        ("releases.json", lambda d: d["yanked"].update({"0.18.1": 1}), "an object of strings"),
+        ("releases.json", lambda d: d["releases"].update(main=d["releases"]["0.16.1"]), "a version such as"),
+    ],
+)
+def test_pins_of_the_wrong_type(
+    tmp_path: Path, name: str, change: Callable[[Any], object], expected: str
+) -> None:
+    shutil.copytree(Path(load.__code__.co_filename).parent.parent / "patches", tmp_path / "patches")
+    document = json.loads((tmp_path / "patches" / name).read_bytes())
+    change(document)
+    (tmp_path / "patches" / name).write_text(json.dumps(document))
+    with pytest.raises(ExpectationError) as caught:
+        load(tmp_path)
+    assert f"patches/{name}" in caught.value.file
+    assert expected in caught.value.expected
+
+
 def test_a_licence_that_is_not_pinned() -> None:
     with pytest.raises(ExpectationError) as caught:
         Manifest({}, {}, {}).license("9.9")
