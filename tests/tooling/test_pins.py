@@ -313,9 +313,12 @@ def test_what_else_an_sdist_holds_is_passed_over(tmp_path: Path, index: Fake) ->
             info = tarfile.TarInfo(f"megatron_core-1.0/{name}")
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
-        folder = tarfile.TarInfo(f"megatron_core-1.0/{next(path for path in load().files if path != PATH)}")
-        folder.type = tarfile.DIRTYPE
-        archive.addfile(folder)
+        other = next(
+            path for path in load().files if path.startswith("megatron/core/fusions/") and path != PATH
+        )
+        link = tarfile.TarInfo(f"megatron_core-1.0/{other}")
+        link.type, link.linkname = tarfile.SYMTYPE, Path(PATH).name
+        archive.addfile(link)
     assert pins.gather("1.0", load(), tmp_path).files == {PATH: OTHER}
 
 

@@ -181,6 +181,8 @@ RECORDS: dict[str, dict[str, Any]] = {
     "a hash and a line end": {"files": {ALPHA: entry(after="1" * 64 + "\n")}},
     "no hash": {"files": {ALPHA: {"action": "add"}}},
     "earlier hashes that are one text": {"previous": {ALPHA: "1" * 64}},
+    "earlier hashes that are no text": {"previous": {ALPHA: ""}},
+    "earlier hashes with values": {"previous": {ALPHA: {"1" * 64: 1}}},
     "earlier hashes that are none": {"previous": {ALPHA: ["1" * 64, "2"]}},
     "itself": {"files": {RECORD: entry()}},
     "itself, earlier": {"previous": {RECORD: ["1" * 64]}},
@@ -340,27 +342,27 @@ def test_revert_says_what_it_does(here: Any, more: list[str], capsys: pytest.Cap
     rows = [line(path, data) + b"\n" for path, data in here.upstream.items()]
     folder.write_bytes(b"".join([*rows, RECORD_FILE.encode() + b",,\n"]))
     here.apply("alpha")
-    mine = here.path(f"{PACKAGE}/mine.py")
-    mine.write_bytes(b"mine\n")
-    left = here.tree.temporary(ALPHA)
-    left.write_bytes(b"")
+    mine = [here.path(f"{PACKAGE}/{name}.py") for name in ("his", "mine")]
+    left = [here.tree.temporary(path) for path in (ALPHA, BETA)]
+    for item in (*mine, *left):
+        item.write_bytes(b"mine\n")
     before = here.snapshot()
     tree = ["--tree", str(here.root)]
     assert revert.main([*tree, *more]) == 0
     said = capsys.readouterr().out.splitlines()
     first = f"{here.root} would be reverted; nothing was written" if more else f"{here.root} is reverted"
     added = [*(f"  remove  {path}" for path in sorted(here.overlay.added)), f"  remove  {RECORD}"]
-    name = left.relative_to(here.root).as_posix()
+    names = [item.relative_to(here.root).as_posix() for item in left]
     assert said == [
         first,
         f"  restore {ALPHA}",
         *added,
         f"  restore {RECORD_FILE}",
-        f"  remove  {name} (left by a run that was cut short)",
-        *([] if more else [f"  left    {PACKAGE}/mine.py (not the overlay's)"]),
+        *(f"  remove  {name} (left by a run that was cut short)" for name in names),
+        *([] if more else [f"  left    {PACKAGE}/{name}.py (not the overlay's)" for name in ("his", "mine")]),
     ]
     assert (here.snapshot() == before) == bool(more)
-    assert mine.read_bytes() == b"mine\n"
+    assert [item.read_bytes() for item in mine] == [b"mine\n"] * 2
     if not more:
         assert revert.main(tree) == 0
         assert capsys.readouterr().out == f"{here.root} has no overlay; nothing was written\n"

@@ -158,8 +158,9 @@ def test_a_missing_file_is_said_to_be(world: Any) -> None:
 
 def test_expectations(world: Any) -> None:
     expecting(world, "pristine")
-    with pytest.raises(ExpectationError):
+    with pytest.raises(ExpectationError) as caught:
         expecting(world, "overlaid")
+    assert caught.value.found == "pristine"
     world.apply("alpha")
     expecting(world, "overlaid", "alpha")
     for what, ops in (
