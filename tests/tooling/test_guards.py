@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -312,6 +313,22 @@ def test_what_may_be_another_builds_is_left_where_there_are_no_locks(
     apply._build(wheel, world.manifest, world.overlay, None, world.manifest.release("megatron==1.0"), dest)
     assert dest.is_dir()
     assert [other.exists() for other in others] == [not locks] * 2
+
+
+@pytest.mark.parametrize("kind", ["folder", "socket"])
+def test_what_is_no_file_is_not_read(world: Any, kind: str) -> None:
+    world.path(ALPHA).unlink()
+    if kind == "folder":
+        world.path(ALPHA).mkdir()
+    else:
+        os.mknod(world.path(ALPHA), 0o600 | stat.S_IFSOCK)
+    for step in (world.apply, world.revert):
+        with pytest.raises(TreeError) as caught:
+            step()
+        assert (caught.value.file, caught.value.expected) == (ALPHA, "a plain file")
+        assert caught.value.found == "something else"
+        assert caught.value.remedy.startswith(f"move it away (mv {world.path(ALPHA)}")
+    assert not world.path(PACKAGE).exists()
 
 
 @pytest.mark.parametrize("step", ["apply", "revert"])
