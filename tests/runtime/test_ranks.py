@@ -54,6 +54,26 @@ def test_a_group_is_known_by_its_store(ranks: ModuleType, monkeypatch: pytest.Mo
         assert not ranks.known(other)
 
 
+@pytest.mark.parametrize(
+    ("record", "ops"),
+    [
+        (None, "unknown"),
+        ({}, "unknown"),
+        ({"ops": []}, "unknown"),
+        ({"ops": ["norms", "swiglu"]}, "norms,swiglu"),
+    ],
+)
+def test_what_a_rank_says_of_itself(
+    ranks: ModuleType, monkeypatch: pytest.MonkeyPatch, record: dict[str, Any] | None, ops: str
+) -> None:
+    settings = importlib.import_module("megatron.core.liger.settings")
+    monkeypatch.setattr(ranks.installed, "record", lambda: record)
+    assert ranks.fingerprint(OP, ranks.KERNEL)["ops"] == ops
+    for value, enabled in (("0", "0"), ("swiglu,norms", "norms,swiglu")):
+        monkeypatch.setattr(ranks, "SETTINGS", settings.read({"LIGER_MEGATRON": value}))
+        assert ranks.fingerprint(OP, ranks.KERNEL)["LIGER_MEGATRON"] == enabled
+
+
 @pytest.mark.parametrize("verdict", [None, "they differ"])
 def test_a_group_is_asked_once_and_refused_each_time(
     ranks: ModuleType, monkeypatch: pytest.MonkeyPatch, verdict: str | None

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import stat
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -164,7 +165,11 @@ def test_bytecode_alone_is_dropped(world: Any) -> None:
     names = ("alpha.cpython-311.pyc", "alpha.cpython-311.opt-1.pyc", "alpha.txt", "alphabet.cpython-311.pyc")
     for name in names:
         (cache / name).write_bytes(b"")
+    other = world.path(PACKAGE) / "__pycache__" / "overlay.cpython-311.pyc"  # of no overlay.json
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"mine")
     world.apply()
+    assert other.read_bytes() == b"mine"
     assert sorted(p.name for p in cache.iterdir()) == sorted(names[2:])
 
 
@@ -329,6 +334,24 @@ def test_what_is_no_file_is_not_read(world: Any, kind: str) -> None:
         assert caught.value.found == "something else"
         assert caught.value.remedy.startswith(f"move it away (mv {world.path(ALPHA)}")
     assert not world.path(PACKAGE).exists()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_another_run_is_waited_for_but_not_for_ever(
+    world: Any, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    fd = os.open(world.path("megatron/core"), os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    monkeypatch.setattr(trees, "_PATIENCE_S", 60.0 if ends else 0.1)
+    other = threading.Timer(0.2, os.close, (fd,))
+    if ends:
+        other.start()
+        world.apply()
+        assert world.path(RECORD).exists()
+        return
+    error = refused(world, world.apply, StateError)
+    assert (error.file, error.found) == ("megatron/core", "another apply or revert at work")
+    os.close(fd)
 
 
 @pytest.mark.parametrize("step", ["apply", "revert"])
