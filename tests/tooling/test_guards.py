@@ -104,6 +104,18 @@ def test_lines_in_an_installed_record_are_all_that_is_left(installed: Any) -> No
     assert installed.snapshot() == before
 
 
+def test_a_line_of_record_for_somebodys_file_in_our_folder_stays(installed: Any) -> None:
+    """Another package's, or upstream's own of a later day: no line is ours by its folder alone."""
+    record = installed.path(RECORD_FILE)
+    mine = f"{PACKAGE}/mine.py,sha256=x,1\r\n".encode()
+    record.write_bytes(record.read_bytes() + mine)
+    before = installed.snapshot()
+    installed.apply()
+    assert mine in record.read_bytes()
+    installed.revert()
+    assert installed.snapshot() == before
+
+
 def test_an_installed_record_that_is_right_already_may_be_read_only(installed: Any) -> None:
     before = installed.snapshot()
     record = installed.path(RECORD_FILE)
@@ -276,6 +288,26 @@ def test_other_lines_with_other_ends_are_not_said_to_be_upstreams(world: Any) ->
     assert "pin this variant" in error.remedy
 
 
+@pytest.mark.parametrize(
+    ("edit", "found", "remedy"),
+    [
+        (lambda d: d.replace(b"\n", b"\r\n"), "its line ends were made CRLF", "core.autocrlf off"),
+        (lambda d: b"mine = 1\r\n" + d, "lines that were changed by hand", "save the change"),
+        (lambda d: d + b"mine = 1\n", "lines that were changed by hand", "save the change"),
+    ],
+)
+def test_line_ends_are_told_from_lines(
+    world: Any, edit: Callable[[bytes], bytes], found: str, remedy: str
+) -> None:
+    world.apply()
+    world.path(ALPHA).write_bytes(edit(world.path(ALPHA).read_bytes()))
+    for step in (world.apply, world.revert):
+        error = refused(world, step, StateError)
+        assert error.file == ALPHA
+        assert found in error.found
+        assert remedy in error.remedy
+
+
 def test_no_op_at_all_is_misuse(world: Any) -> None:
     for ops, found in (((), "none"), (("alpha", "gamma"), "gamma")):
         with pytest.raises(UsageError) as caught:
@@ -413,6 +445,20 @@ def test_the_room_that_apply_asks_for_is_what_it_takes(world: Any, disk: Callabl
     disk(1 << 20)
     world.apply()
     assert 0 <= needed - (taken() - before) <= 4096  # the largest file, for a moment twice
+
+
+@pytest.mark.parametrize(("user", "fits"), [(0, True), (1000, False)])
+def test_what_is_kept_for_root_is_roots(
+    world: Any, monkeypatch: pytest.MonkeyPatch, user: int, fits: bool
+) -> None:
+    fields = {"f_bavail": 0, "f_bfree": 1 << 20, "f_frsize": 512, "f_blocks": 1 << 20}
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**fields))
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    if fits:
+        world.tree.require_space({ALPHA: 1})
+        return
+    with pytest.raises(TreeError, match="0 bytes"):
+        world.tree.require_space({ALPHA: 1})
 
 
 def test_a_file_system_that_does_not_say_what_it_has(world: Any, disk: Callable[..., None]) -> None:
