@@ -26,6 +26,7 @@ from scripts.manifest import (
     load,
     parse,
     preview_name,
+    span,
 )
 from scripts.overlay import ROOT, sha256
 
@@ -339,6 +340,18 @@ def test_a_ledger_header_is_read_whole() -> None:
     }  # fmt: skip
     indented = b"\n".join(b"    " + row for row in TAIL.splitlines())
     assert lint.ledger(indented)[0].fields == entry.fields
+
+
+@pytest.mark.parametrize(
+    ("releases", "shown"),
+    [
+        ([], ""),
+        (["1.0", "1.1", "1.2"], "1.0, 1.1, 1.2"),
+        (["1.0", "1.1", "1.2", "1.3"], "1.0 … 1.3 (4 releases)"),
+    ],
+)
+def test_many_releases_are_counted(releases: list[str], shown: str) -> None:
+    assert span(releases) == shown
 
 
 def test_the_projects_own_set_is_sound() -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts import overlay
 from scripts.errors import ExpectationError
 from scripts.overlay import ROOT, extend, load_overlay, overlay_version, sha256, split
 
@@ -94,13 +95,13 @@ def test_the_marker_says_what_it_must() -> None:
 
 
 def test_the_projects_own_overlay_loads() -> None:
-    overlay = load_overlay()
-    assert overlay.version == overlay_version() >= 1
-    assert overlay.ops
-    assert "megatron/core/liger/__init__.py" in overlay.added
-    assert "megatron/core/liger/kernels/gated.py" in overlay.added
-    assert "megatron/core/fusions/fused_bias_swiglu.py" in overlay.tails
-    assert not set(overlay.added) & set(overlay.tails)
+    ours = load_overlay()
+    assert ours.version == overlay_version() >= 1
+    assert ours.ops
+    assert "megatron/core/liger/__init__.py" in ours.added
+    assert "megatron/core/liger/kernels/gated.py" in ours.added
+    assert "megatron/core/fusions/fused_bias_swiglu.py" in ours.tails
+    assert not set(ours.added) & set(ours.tails)
 
 
 VERSION = "overlay/megatron/core/liger/version.py"
@@ -225,6 +226,15 @@ def test_the_commit_depends_on_what_is_written_alone(
     head = git(checkout, "rev-parse", "HEAD")
     change(checkout, monkeypatch)
     assert load_overlay(checkout).commit == head
+
+
+def test_a_head_whose_files_git_does_not_list(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shallow or a damaged repository: no commit is better than a wrong one."""
+    run = overlay._git
+    monkeypatch.setattr(
+        overlay, "_git", lambda root, *words: None if words[0] == "ls-tree" else run(root, *words)
+    )
+    assert load_overlay(checkout).commit is None
 
 
 def test_a_repository_of_longer_hashes(checkout: Path) -> None:

@@ -292,6 +292,17 @@ def test_a_malformed_diff_or_a_missing_one_stops_every_command(tmp_path: Path) -
         file.unlink()
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"# -two", b"x -two"), (b"# @@ -2,2", b"# -2,2"), (b"# +5\n", b"# +5\n# more\n"), (b"# @@", b"#  @")],
+)
+def test_comments_that_are_no_hunks(old: bytes, new: bytes) -> None:
+    text = comments(parse(TEXT).header, HUNKS)
+    assert from_comments(text) == HUNKS
+    assert from_comments(text.replace(old, new)) is None
+    assert from_comments(b"") is None
+
+
 def test_lines_keep_their_ends() -> None:
     assert split_lines(b"a\n\nb\rc\r\nd") == [b"a\n", b"\n", b"b\rc\r\n", b"d"]
     assert split_lines(b"") == []

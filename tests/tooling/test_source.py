@@ -9,6 +9,8 @@ import stat
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,37 @@ def test_a_cached_wheel_needs_no_pip(
     cached = source.fetch(release, "3.11", "x86_64", tmp_path / "cache")
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("pip was called"))
     assert source.fetch(release, "3.11", "x86_64", tmp_path / "cache") == cached
+
+
+@pytest.mark.parametrize("brought", [True, False])
+def test_what_another_run_brought_meanwhile_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brought: bool
+) -> None:
+    """While this one waited for the lock: taken if it is the pinned file, else replaced."""
+    whole = make_wheel(tmp_path / "whole.whl").read_bytes()
+    pin = PinnedFile(NAME, source.digest(tmp_path / "whole.whl"))
+    calls: list[str] = []
+
+    @contextmanager
+    def waited(cache: Path) -> Iterator[bool]:
+        (cache / NAME).write_bytes(whole if brought else b"half")
+        yield True
+
+    def download(version: str, filename: str, folder: Path) -> Path:
+        calls.append(version)
+        (folder / filename).write_bytes(whole)
+        return folder / filename
+
+    monkeypatch.setattr(source, "locked", waited)
+    monkeypatch.setattr(source, "download", download)
+    found = source.fetch_file(Release("1.0", (pin,)), pin, tmp_path / "cache")
+    assert found.read_bytes() == whole
+    assert calls == ([] if brought else ["1.0"])
+    monkeypatch.setattr(source, "locked", lambda cache: pytest.fail("it waited"))
+    assert source.fetch_file(Release("1.0", (pin,)), pin, tmp_path / "cache") == found
+    found.write_bytes(b"half")
+    with pytest.raises(pytest.fail.Exception, match="it waited"):
+        source.fetch_file(Release("1.0", (pin,)), pin, tmp_path / "cache")
 
 
 def test_a_damaged_cache_is_fetched_anew(shop: tuple[Path, Release], tmp_path: Path) -> None:

@@ -286,6 +286,7 @@ TWO_HEADERS = "flags and method in both headers"
         (_cut_header, "a local header at the offset", "none"),
         (_two_sizes, "CRC and sizes in both headers", "two different"),
         (_overlap, "members that do not overlap", "runs into the next"),
+        (lambda: _end(20, b"\x05"), "one zip file from first byte to last", "a split archive"),
         (lambda: _end(4, b"\x01"), "one zip file from first byte to last", "a split archive"),
         (lambda: _end(6, b"\x01"), "one zip file from first byte to last", "a split archive"),
         (lambda: _end(8, b"\x01\x00\x02"), "one zip file from first byte to last", "a split archive"),
@@ -306,6 +307,28 @@ def test_an_archive_that_cannot_be_carried_over_is_refused(
     assert found in caught.value.found
     assert caught.value.file.startswith("x.whl")
     assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_member_whose_bytes_changed_is_refused_when_it_is_read(method: int) -> None:
+    data = bytearray(_compressed(method))
+    data[34] ^= 0x10
+    archive = read_archive(bytes(data), "x.whl")
+    with pytest.raises(SourceError) as caught:
+        archive.read(archive.members[0])
+    assert (caught.value.file, caught.value.expected) == ("x.whl:a", "a member that unpacks")
+
+
+class _Large(bytearray):
+    def __len__(self) -> int:
+        return 0xFFFFFFFF
+
+
+def test_an_archive_beyond_four_gigabytes_is_not_written() -> None:
+    writer = ArchiveWriter()
+    writer._body = _Large()
+    with pytest.raises(ValueError, match="zip64"):
+        writer.finish()
 
 
 @given(st.data())
