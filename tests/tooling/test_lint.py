@@ -328,6 +328,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer import x
 def f():
     from megatron.core.transformer import y
+from . import kernels
+from .kernels import z
+from .scripts import w
 """
     assert list(lint.imports_sound(added(text))) == []
 

@@ -95,6 +95,50 @@ def test_what_another_run_brought_meanwhile_is_looked_at(
         source.fetch_file(Release("1.0", (pin,)), pin, tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    ("code", "brings", "said", "found"),
+    [
+        (0, NAME, "", None),
+        (1, NAME, "ERROR: an end that was not good", "an end that was not good"),
+        (0, "other.whl", "WARNING: not this line\n\n", "other.whl"),
+        (0, None, "", "nothing"),
+        (1, None, "ERROR: first\nERROR: last\nWARNING: upgrade pip\n", "ERROR: last"),
+    ],
+)
+def test_a_download_is_done_when_pip_says_so_and_the_file_is_there(
+    code: int,
+    brings: str | None,
+    said: str,
+    found: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def pip(*_: object, **__: object) -> Any:
+        if brings is not None:
+            (tmp_path / brings).write_bytes(b"")
+        return subprocess.CompletedProcess([], code, stdout="Looking in indexes: https://x\n", stderr=said)
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    if found is None:
+        assert source.pip_download("megatron-core==1.0", tmp_path, [], NAME) == tmp_path / NAME
+        return
+    with pytest.raises(SourceError) as caught:
+        source.pip_download("megatron-core==1.0", tmp_path, [], NAME)
+    assert caught.value.found.removeprefix("ERROR: ").startswith(found.removeprefix("ERROR: ") + "; ")
+    assert caught.value.found.endswith("looked in https://x")
+
+
+@pytest.mark.parametrize(
+    "words", ["externally-managed-environment", "Disk quota exceeded", "no space left on device"]
+)
+def test_more_of_pips_words_have_a_remedy(words: str, tmp_path: Path) -> None:
+    remedy = source.pip_remedy(f"ERROR: {words}", tmp_path / "folder")
+    assert remedy is not None
+    assert ("BREAK_SYSTEM_PACKAGES" in remedy) == words.startswith("externally")
+    assert (str(tmp_path) in remedy) != words.startswith("externally")
+    assert source.pip_remedy("ERROR: something else", tmp_path) is None
+
+
 def test_a_damaged_cache_is_fetched_anew(shop: tuple[Path, Release], tmp_path: Path) -> None:
     _, release = shop
     cached = source.fetch(release, "3.11", "x86_64", tmp_path / "cache")
