@@ -82,12 +82,16 @@ VECTOR_BYTES = 16  # the widest access of one thread
 WARP_SIZE = 64 if torch.version.hip else 32
 
 # Columns of one operand in a block, in bytes, and the bytes of a tile: narrow rows share a program. A tile
-# gives each thread one 16-byte access to each operand, and each element exactly one thread, which in place
-# needs: a second thread that held the same element could read it after the first has overwritten it.
+# gives each thread one 16-byte access to each half, or two to a long row that has no halves (narrow ones
+# would spill on sm_120), and each element exactly one thread, which in place needs: a second thread that held
+# the same element could read it after the first has overwritten it.
 # Measured on one H200 (torch 2.11, Triton 3.6, bf16, 8192 rows, cold L2) over blocks of 1024 to 16384 columns
 # and 2 to 32 warps, at n = 1536, 4096, 14336 and 32768: 2048 columns with 8 warps are the best or within
 # 1.1 % of it (but the backward at 1536: 36.6 us where 16 warps took 33.1 by events, and 30.2 by the
-# profiler); with two accesses a thread the forward takes 6 % longer at 1536 and 14336.
+# profiler); with two accesses a thread the forward takes 6 % longer at 1536 and 14336. Half of that with half
+# the warps where it leaves fewer lanes idle: quick-GeGLU of 16384 rows at 2880 takes 76 and 119 us for 90 and
+# 137, SwiGLU's forward at 2816 37.6 for 39.0. Squared ReLU takes 46 and 67 us with two accesses, 51 and 73
+# with one (16384 rows, n = 2688).
 BLOCK_BYTES = 4096
 
 # With the bias gradient, n = 4096: tiles of 1024 columns, 4 warps, 3 stages and 4 programs a multiprocessor
@@ -99,14 +103,21 @@ BIAS_REDUCE = Launch(rows=32, block=64, warps=4)
 
 
 @functools.cache
-def choose_launch(kernel: str, n: int, element_size: int, warp_size: int = WARP_SIZE) -> Launch:
-    """The launch of `kernel` (forward, backward or bias_backward) for rows of `n` gate columns."""
-    tile_bytes, stages = (
-        (BIAS_BACKWARD_BLOCK_BYTES, BIAS_BACKWARD_STAGES) if kernel == "bias_backward" else (BLOCK_BYTES, 1)
-    )
+def choose_launch(
+    kernel: str, n: int, element_size: int, parts: int = 2, warp_size: int = WARP_SIZE
+) -> Launch:
+    """The launch of `kernel` (forward, backward or bias_backward) for rows of `n` columns in each part."""
+    if kernel == "bias_backward":
+        tile_bytes, accesses, stages = BIAS_BACKWARD_BLOCK_BYTES, 1, BIAS_BACKWARD_STAGES
+    else:
+        accesses = 2 if parts == 1 and n * element_size >= BLOCK_BYTES else 1
+        tile_bytes, stages = BLOCK_BYTES * accesses, 1
     block = min(max(next_power_of_2(n), 16), tile_bytes // element_size)
+    half = block // 2
+    if kernel != "bias_backward" and -(-n // half) * half < -(-n // block) * block:
+        tile_bytes, block = tile_bytes // 2, half
     rows = tile_bytes // (block * element_size)
-    return Launch(rows, block, tile_bytes // (VECTOR_BYTES * warp_size), stages)
+    return Launch(rows, block, tile_bytes // (VECTOR_BYTES * accesses * warp_size), stages)
 
 
 # --- Kernels --- Bare names are pointers, p_ addresses, b_ loaded blocks, o_ offsets, m_ masks, i_ program
@@ -428,7 +439,7 @@ def _forward(
     rows, n = options.size(y)
     out = torch.empty((*y.shape[:-1], n), dtype=y.dtype, device=y.device)
     weights, stride_weights = _weights(weights)
-    launch = choose_launch("forward", n, y.element_size())
+    launch = choose_launch("forward", n, y.element_size(), options.parts)
     column_blocks = launch.column_blocks(n)
     with device_guard(y):
         gated_forward_kernel[(launch.row_blocks(rows) * column_blocks,)](
@@ -467,7 +478,7 @@ def _backward(
     rows, n = options.size(y)
     dout, stride_dout = as_rows(dout)
     weights, stride_weights = _weights(weights)
-    launch = choose_launch("backward", n, dout.element_size())
+    launch = choose_launch("backward", n, dout.element_size(), options.parts)
     column_blocks = launch.column_blocks(n)
     programs = launch.row_blocks(rows) * (column_blocks if dweights is None else 1)
     with device_guard(y):

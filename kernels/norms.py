@@ -8,6 +8,9 @@ program `p` of `P` takes row blocks `p`, `p + P`, …, with the weight and the s
 registers, and writes these sums once, to its own row of a small float32 buffer that one further kernel adds
 up: no atomics, and the order of addition is always the same. A row too long for registers is read twice, in
 blocks of columns: for its sums first.
+
+A norm at the head of a residual branch has the other branch's gradient added to its input's, before that is
+rounded: one pass over memory less than adding the two afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import functools
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -71,8 +74,9 @@ MIN_TILE = 2048
 MAX_TILE_ROWS = 32
 
 # The longest row in bytes that a program holds in registers without spills. The backward of LayerNorm, with
-# the mean and a second parameter gradient, holds half of that. Where 16-byte accesses do not fit the row,
-# each element takes an address: the backward holds a quarter, the forward half, both with twice the threads.
+# the mean and a second parameter gradient, holds half of that, and one that adds the gradient of a residual
+# to x's and sums the weight's no row of RELOAD_COLUMNS. Where 16-byte accesses do not fit the row, each
+# element takes an address: the backward holds a quarter, the forward half, both with twice the threads.
 MAX_FORWARD_ROW_BYTES = 65536
 MAX_BACKWARD_ROW_BYTES = 32768
 
@@ -127,17 +131,24 @@ def choose_forward(n: int, element_size: int, warp_size: int = WARP_SIZE) -> Lau
 
 @functools.cache
 def choose_backward(
-    n: int, element_size: int, layer_norm: bool, sums: int, shared_memory: int, warp_size: int = WARP_SIZE
+    n: int,
+    element_size: int,
+    layer_norm: bool,
+    sums: int,
+    shared_memory: int,
+    residual: bool = False,
+    warp_size: int = WARP_SIZE,
 ) -> NormLaunch:
     """The launch of the backward for rows of `n` columns.
 
     `sums`: how many parameter gradients there are to add up. `shared_memory`: the bytes that one program can
-    have; they bound the stages.
+    have; they bound the stages. `residual`: another branch's gradient is added.
     """
     block = _block(n)
     size = n * element_size
     crowded = (2 if layer_norm and sums else 1) * (4 if size % VECTOR_BYTES else 1)
-    if block * element_size > MAX_BACKWARD_ROW_BYTES // crowded:
+    full = residual and sums and block >= RELOAD_COLUMNS
+    if full or block * element_size > MAX_BACKWARD_ROW_BYTES // crowded:
         launch = LONG_ROW_BACKWARD
     else:
         choices = [choice[1:] for choice in _BACKWARD_OF_ROWS if n <= choice[0]]
@@ -148,8 +159,8 @@ def choose_backward(
     if size % VECTOR_BYTES:
         threads, stages = min(2 * threads, MAX_THREADS), 1
     else:
-        # A stage holds x and dy; some is for the sums across warps.
-        stage = 2 * launch.rows * launch.block * element_size
+        # A stage holds x, dy and the gradient to be added; some is for the sums across warps.
+        stage = (3 if residual else 2) * launch.rows * launch.block * element_size
         stages = min(launch.stages, max(1, (shared_memory - 4096) // stage))
     return replace(launch, stages=stages, warps=threads // warp_size)
 
@@ -339,6 +350,7 @@ def norm_backward_kernel(
     rstd,
     projection,
     average,
+    dresidual,
     dx,
     dweight_partials,
     dbias_partials,
@@ -348,6 +360,9 @@ def norm_backward_kernel(
     stride_dy,
     inner_dy,
     inner_stride_dy,
+    stride_dresidual,
+    inner_dresidual,
+    inner_stride_dresidual,
     rows,
     n,
     column_blocks,
@@ -360,6 +375,7 @@ def norm_backward_kernel(
     """Program (split, column block) takes every `splits`-th row block and fills row `split` of the partials.
 
     With one column block it finds the row sums itself; `projection` and `average` are those of longer rows.
+    `dresidual` is added to `dx`.
     """
     i_split = tl.program_id(0) // column_blocks
     splits = tl.num_programs(0) // column_blocks
@@ -380,6 +396,9 @@ def norm_backward_kernel(
         p_dy = dy + row_offsets(o_r, rows, stride_dy, inner_dy, inner_stride_dy) + o_n
         b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
         b_dy = tl.load(p_dy, mask=m, other=0.0).to(tl.float32)
+        if dresidual is not None:
+            o_dresidual = row_offsets(o_r, rows, stride_dresidual, inner_dresidual, inner_stride_dresidual)
+            b_dresidual = tl.load(dresidual + o_dresidual + o_n, mask=m, other=0.0)
         b_rstd = tl.load(rstd + o_r, mask=m_r, other=0.0)
         if mean is not None:
             b_x = tl.where(m, b_x - tl.load(mean + o_r, mask=m_r, other=0.0), 0.0)
@@ -403,7 +422,10 @@ def norm_backward_kernel(
                     b_dx -= tl.load(average + o_r, mask=m_r, other=0.0)
                 else:
                     b_dx -= tl.sum(b_dy, axis=1)[:, None] / n
-            tl.store(dx + o_r * n + o_n, (b_dx * b_rstd).to(dx.dtype.element_ty), mask=m)
+            b_dx *= b_rstd
+            if dresidual is not None:
+                b_dx += b_dresidual.to(tl.float32)
+            tl.store(dx + o_r * n + o_n, b_dx.to(dx.dtype.element_ty), mask=m)
 
     o_partials = i_split.to(tl.int64) * n + o_n
     if dweight_partials is not None:
@@ -523,16 +545,20 @@ def _backward(
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
     zero_centered: bool,
+    dresidual: torch.Tensor | None,
     dx: torch.Tensor | None,
     dweight: torch.Tensor | None,
     dbias: torch.Tensor | None,
 ) -> None:
-    """Writes `dx`, `dweight` and `dbias`, each where it is given."""
+    """Writes `dx`, to which `dresidual` is added, `dweight` and `dbias`, each where it is given."""
     n = x.tensor.shape[-1]
     rows = rstd.numel()
     dy_rows = rows_of(plain(dy))
+    added = None if dresidual is None or dx is None else rows_of(plain(dresidual))
     sums = (dweight is not None) + (dbias is not None)
-    launch = choose_backward(n, x.tensor.element_size(), mean is not None, sums, shared_memory(x.tensor))
+    launch = choose_backward(
+        n, x.tensor.element_size(), mean is not None, sums, shared_memory(x.tensor), added is not None
+    )
     column_blocks = launch.column_blocks(n)
     projection = average = None
     if column_blocks > 1 and dx is not None:
@@ -552,6 +578,7 @@ def _backward(
             rstd,
             projection,
             average,
+            None if added is None else added.tensor,
             dx,
             dweight_partials,
             dbias_partials,
@@ -561,6 +588,9 @@ def _backward(
             dy_rows.stride,
             dy_rows.inner,
             dy_rows.inner_stride,
+            None if added is None else added.stride,
+            None if added is None else added.inner,
+            None if added is None else added.inner_stride,
             rows,
             n,
             column_blocks,
@@ -593,7 +623,10 @@ def _backward(
 
 
 class NormFunction(torch.autograd.Function):
-    """`apply(x, weight, bias, eps, zero_centered, layer_norm, dtype)`: arguments already checked."""
+    """`apply(x, weight, bias, eps, zero_centered, layer_norm, dtype, residual)`: arguments already checked.
+
+    Gives the output, and with `residual` a view of `x` too, whose gradient is added to that of `x`.
+    """
 
     @staticmethod
     def forward(
@@ -605,12 +638,15 @@ class NormFunction(torch.autograd.Function):
         zero_centered: bool,
         layer_norm: bool,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+        residual: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ctx.zero_centered = zero_centered
+        ctx.set_materialize_grads(False)
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        results = (out, x) if residual else out
         if x.numel() == 0:
             ctx.save_for_backward(x, weight, None, None)
-            return out
+            return results
         weight = weight.contiguous()
         bias = None if bias is None else bias.contiguous()
         rows = rows_of(x)
@@ -618,13 +654,17 @@ class NormFunction(torch.autograd.Function):
         mean = torch.empty(rstd.shape, dtype=torch.float32, device=x.device) if layer_norm else None
         _forward(rows, weight, bias, out, mean, rstd, eps, zero_centered)
         ctx.save_for_backward(rows.tensor, weight, mean, rstd)
-        return out
+        return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, mean, rstd = ctx.saved_tensors
+    def backward(
+        ctx: Any, dy: torch.Tensor | None, dresidual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        if dy is None:
+            return (dresidual if needs_x else None, *[None] * 7)
+        x, weight, mean, rstd = ctx.saved_tensors
         allocate = torch.zeros if x.numel() == 0 else torch.empty
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
         dweight = allocate(weight.shape, dtype=weight.dtype, device=x.device) if needs_weight else None
@@ -632,8 +672,9 @@ class NormFunction(torch.autograd.Function):
         if x.numel():
             # Read anew: hooks on saved tensors may have brought them back with other strides.
             mean, rstd = None if mean is None else mean.contiguous(), rstd.contiguous()
-            _backward(rows_of(x), weight.contiguous(), dy, mean, rstd, ctx.zero_centered, dx, dweight, dbias)
-        return dx, dweight, dbias, None, None, None, None
+            gradients = (dresidual, dx, dweight, dbias)
+            _backward(rows_of(x), weight.contiguous(), dy, mean, rstd, ctx.zero_centered, *gradients)
+        return dx, dweight, dbias, *[None] * 5
 
 
 @functools.cache
@@ -667,9 +708,26 @@ def _check(name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
             raise ValueError(f"{name}: {what} is on {parameter.device} and x on {x.device}")
 
 
+@overload
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False
-) -> torch.Tensor:
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    residual: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False, residual: Literal[True]
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False, residual: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`x / sqrt(mean(x²) + eps) · weight`, over the last dimension.
 
     All arithmetic is in float32 and each result is rounded once, when it is stored. The gradient of the
@@ -681,10 +739,13 @@ def rms_norm(
         weight: `[H]`, of these dtypes too, not necessarily that of `x`. Its gradient has its dtype.
         eps: added to the mean of the squares.
         zero_centered: the factor is `1 + weight`.
+        residual: give `x` too, for the branch past the norm; the gradient that comes back on it is added to
+            that of `x` in float32, before the one rounding.
 
     Returns:
         `[..., H]` in the dtype that `torch.nn.functional.rms_norm` gives (with torch 2.7 and later that of
-        `x`): a contiguous tensor that owns its storage.
+        `x`): a contiguous tensor that owns its storage. With `residual` a pair of it and `x`, which is a view
+        where `x` requires a gradient; autograd refuses to change that in place.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -692,8 +753,9 @@ def rms_norm(
     """
     _check("rms_norm", x, weight, None)
     dtype = rms_norm_dtype(x.dtype, weight.dtype)
-    result: torch.Tensor = NormFunction.apply(x, weight, None, eps, zero_centered, False, dtype)
-    return result
+    tied = residual and x.requires_grad
+    results = NormFunction.apply(x, weight, None, eps, zero_centered, False, dtype, tied)
+    return (results, x) if residual and not tied else results
 
 
 def layer_norm(
@@ -727,5 +789,5 @@ def layer_norm(
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         found = f"weight {weight.dtype}" + ("" if bias is None else f", bias {bias.dtype}")
         raise TypeError(f"layer_norm: x is {x.dtype}, {found}; they must be the same")
-    result: torch.Tensor = NormFunction.apply(x, weight, bias, eps, zero_centered, True, x.dtype)
+    result: torch.Tensor = NormFunction.apply(x, weight, bias, eps, zero_centered, True, x.dtype, False)
     return result

@@ -6,14 +6,20 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from scripts.errors import TreeError, quoted
+from scripts.errors import StateError, TreeError, quoted
 
 _GET_FLAGS = 0x80086601  # FS_IOC_GETFLAGS, the same on every 64-bit Linux
 _IMMUTABLE, _APPEND_ONLY = 0x10, 0x20
+
+# How long one command waits for another that holds a folder, a download at most; and how long in silence.
+PATIENCE_S = 600.0
+_QUIET_S = 5.0
 
 _CAUSES = {
     errno.ENOSPC: "free some space there",
@@ -111,17 +117,33 @@ def require_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[bool]:
-    """Keep other commands out of a folder, leaving no file; False on a file system without locks."""
+def locked(folder: Path, patience_s: float = PATIENCE_S) -> Iterator[bool]:
+    """Keep other commands out of a folder, leaving no file; False on a file system without locks.
+
+    Says so where it has to wait; after ``patience_s`` seconds it raises StateError.
+    """
     import fcntl
 
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            alone = True
-        except OSError:
-            alone = False
+        begun = time.monotonic()
+        said = alone = False
+        while not alone:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = True
+            except BlockingIOError:
+                waited = time.monotonic() - begun
+                if waited > patience_s:
+                    remedy = "wait until it has finished, or end it, then retry"
+                    found = "another command at work there"
+                    raise StateError(folder, "the folder for itself", found, remedy) from None
+                if waited > _QUIET_S and not said:
+                    print(f"waiting for another command at work in {folder}", file=sys.stderr, flush=True)
+                    said = True
+                time.sleep(0.05)
+            except OSError:
+                break  # as some clusters mount: go on, as git and pip would
         yield alone
     finally:
         os.close(fd)

@@ -27,7 +27,8 @@ class Row:
         error: of result and gradients against float64, however the mode; see ``bench_worker.rms_error``.
         mode: forward, backward, full; or ``largest``, where ``rows`` is the most that fit.
         gpu_us: device time. share: the fewest bytes over that time, of the copy's bandwidth; where matrix
-            products bound an op, their time over that time.
+            products bound an op, their time over that time, of a full call alone if its forward makes the
+            gradients.
         host_us: until the host had made the call.
         peak_mib: memory above the inputs and the result's gradient; of ``largest`` all of it.
         products_us: the three bare matrix products of an output layer's call, in the same process.
@@ -83,13 +84,17 @@ def rows_of(
     shape, op = (result["rows"], result["columns"]), OPS[result["op"]]
     copy, products = result.get("copy"), result.get("products_us")
     found = []
+    backward_us = result.get("modes", {}).get("backward", {}).get("gpu_us")
+    # A backward shorter than one of its products: the forward has made the gradients.
+    whole = bool(products and backward_us and backward_us < products / op.products_of("full"))
     for mode in modes:
         measured = result.get("modes", {}).get(mode, {})
         gpu, peak = measured.get("gpu_us"), measured.get("peak_bytes")
         fewest = 0 if mode == LARGEST else op.fewest_bytes(mode, shape, ELEMENT_SIZES[dtype])
         part = None
         if gpu and products:
-            part = products * op.products_of(mode) / op.products_of("full") / gpu
+            if mode == "full" or not whole:
+                part = products * op.products_of(mode) / op.products_of("full") / gpu
         elif gpu and copy and fewest:
             part = share(fewest, gpu, copy / 1e9)
         found.append(

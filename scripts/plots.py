@@ -47,7 +47,7 @@ _LINES = (
     "te",
     "te-in-place",  # the only way of its older versions
     "quack",
-    "cce-exact",
+    "cce",
 )
 _SPEED_OPS = ("cross_entropy", "swiglu", "rms_norm", "layer_norm", "linear_cross_entropy")
 _TITLES = {"forward": "forward", "backward": "backward", "full": "forward + backward"}

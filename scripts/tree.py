@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from scripts.errors import StateError, TreeError, quoted
-from scripts.files import held, move_away, obstacle, working
+from scripts.files import held, locked, move_away, obstacle, working
 
 INIT = "megatron/core/__init__.py"
 _DEPTH = 4
@@ -59,7 +58,10 @@ class Tree:
             inside = target.relative_to(self.root)
             for part in (*reversed(inside.parents[:-1]), inside):
                 if (self.root / part).is_symlink():
-                    remedy = "give --tree the folder that the link leads into, or put the file itself there"
+                    # Never to follow it: it may lead into a cache that other environments share.
+                    remedy = "give --tree the folder that the link leads into"
+                    if part == inside:
+                        remedy = "put the file itself there (pip's and uv's: install again, --link-mode copy)"
                     raise TreeError(part.as_posix(), "a file of the tree itself", "a symbolic link", remedy)
             if not stat.S_ISREG(target.stat().st_mode):
                 raise TreeError(path, "a plain file", "something else", move_away(target))
@@ -150,31 +152,15 @@ class Tree:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keep other applies and reverts out, leaving no file. Waits a minute, then raises StateError."""
-        import fcntl
-
-        try:
-            fd = os.open(self.path("megatron/core"), os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            found = error.strerror or str(error)
-            remedy = "run as a user who may read and write the tree, or use a copy"
-            raise TreeError("megatron/core", "a folder that can be read", found, remedy) from None
-        try:
-            deadline = time.monotonic() + _PATIENCE_S
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        remedy = "wait until it has finished, or end it, then retry"
-                        found = "another apply or revert at work"
-                        raise StateError("megatron/core", "the tree for itself", found, remedy) from None
-                    time.sleep(0.05)
-                except OSError:
-                    break  # a file system without locks, as some clusters mount: go on, as git and pip would
+        core = self.path("megatron/core")
+        with ExitStack() as held_lock:
+            try:
+                held_lock.enter_context(locked(core, _PATIENCE_S))
+            except OSError as error:
+                found = error.strerror or str(error)
+                remedy = "run as a user who may read and write the tree, or use a copy"
+                raise TreeError("megatron/core", "a folder that can be read", found, remedy) from None
             yield
-        finally:
-            os.close(fd)
 
     def write(self, path: str, data: bytes) -> None:
         """Replace or add a file. The new one has the old one's mode (0644 if none) and a later mtime."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from scripts import arguments as types
 from scripts import source
 from scripts.apply import NOT_THERE, split_ops, stays
-from scripts.errors import ExpectationError, SourceError, TreeError, UsageError, command, quoted
+from scripts.errors import ExpectationError, SourceError, StateError, TreeError, UsageError, command, quoted
 from scripts.files import locked, require_folder, working
 from scripts.manifest import Manifest, PinnedFile, Release, load, span
 from scripts.overlay import PACKAGE, ROOT, Overlay, load_overlay, sha256
@@ -159,14 +159,19 @@ def build_from_tree(
     if not any((tree.root / name).is_file() for name in ("pyproject.toml", "setup.py")):
         remedy = "give a Megatron-LM checkout, or make the wheel of a release (megatron==VERSION)"
         raise TreeError(tree.root, "pyproject.toml or setup.py beside megatron/", "neither", remedy)
-    plan(tree.read, manifest, overlay, ops, release)
-    state = inspect(tree.read, manifest, overlay)
-    bases = {f.path: f.base for f in state.upstream if f.verdict == OVERLAID and f.base is not None}
     with tempfile.TemporaryDirectory(prefix="liger-overlay-") as folder:
         copy = Path(folder, "source")
-        _copy_sources(tree.root, copy)
+        with tree.lock():  # an apply or revert in the midst of the copy would make a wheel of two states
+            plan(tree.read, manifest, overlay, ops, release)
+            state = inspect(tree.read, manifest, overlay)
+            bases = {f.path: f.base for f in state.upstream if f.verdict == OVERLAID and f.base is not None}
+            _copy_sources(tree.root, copy)
         for path, base in bases.items():
             (copy / path).write_bytes(base)
+        for file in inspect(Tree(copy).read, manifest, overlay).upstream:
+            if file.verdict == OVERLAID:  # where the file system has no locks
+                remedy = "let whatever changes the tree finish, then repeat"
+                raise StateError(file.path, "the file as it was", "another version of it", remedy)
         return _build(copy, Path(folder, "built"), tree.root)
 
 

@@ -35,6 +35,7 @@ class Op:
         backward: the same of a backward. Of statistics, weights and losses a token has one each: not counted.
         shapes: what is measured by default.
         quick: what is measured with ``--quick``.
+        stored: bytes of an element that a forward also writes and a backward also reads, in any dtype.
         products: matrix products of rows × columns × ``HIDDEN_SIZE`` in a forward and a backward, of an op
             that those bound and not bytes.
     """
@@ -46,12 +47,13 @@ class Op:
     backward: tuple[int, int]
     shapes: tuple[Shape, ...]
     quick: tuple[Shape, ...]
+    stored: int = 0
     products: tuple[int, int] = (0, 0)
 
     def fewest_bytes(self, mode: str, shape: Shape, element_size: int) -> int:
         """The bytes that ``mode`` must move for ``shape``."""
-        units = {"forward": self.forward, "backward": self.backward, "full": self.forward + self.backward}
-        return sum(units[mode]) * shape[0] * shape[1] * element_size
+        of = {part: sum(getattr(self, part)) * element_size + self.stored for part in ("forward", "backward")}
+        return (sum(of.values()) if mode == "full" else of[mode]) * shape[0] * shape[1]
 
     def products_of(self, mode: str) -> int:
         """The matrix products of ``mode``."""
@@ -85,6 +87,16 @@ _ALL_OPS = (
         (3, 2),
         ((16384, 1536), (TOKENS, 4096)),
         ((16384, 1536),),
+    ),
+    Op(
+        "swiglu_fp8",
+        "SwiGLU, input kept in float8",
+        "ffn size",
+        (2, 1),
+        (1, 2),
+        _tokens(4096, 14336),
+        (),
+        stored=2,
     ),
     Op("geglu", "GeGLU", "ffn size", (2, 1), (3, 2), _tokens(4096, 14336), _tokens(4096)),
     Op("geglu_bias", "GeGLU with bias", "ffn size", (2, 1), (3, 2), _tokens(4096), ()),

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from scripts.overlay import OVERLAY_VERSION
 from scripts.workers import runtime
-from scripts.workers.bench_ops import PROVIDERS
+from scripts.workers.bench_ops import OPS, PROVIDERS
 from scripts.workers.cases import REFUSED_BY_UPSTREAM
 
 Tensors = dict[str, torch.Tensor]
@@ -36,8 +36,9 @@ Bind = Callable[[Tensors], Call]
 
 EPS = 1e-5
 #: By op the function of the kernels' module and what it is given beside the tensors.
-ACTIVATIONS: dict[str, tuple[str, dict[str, float]]] = {
+ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "swiglu": ("swiglu", {}),
+    "swiglu_fp8": ("swiglu", {"fp8_input_store": True}),
     "swiglu_bias": ("swiglu", {}),
     "swiglu_weighted": ("swiglu", {}),
     "geglu": ("geglu", {}),
@@ -119,9 +120,11 @@ def _anew(bind: Bind) -> Bind:
 
 
 def activation(op: str, *, reference: bool = False, **options: Any) -> Call:
-    """The call of one of :data:`ACTIVATIONS`, by its kernel or in plain PyTorch."""
+    """The call of one of :data:`ACTIVATIONS`, by its kernel or in plain PyTorch, which keeps its input."""
     name, more = ACTIVATIONS[op]
     function = getattr(kernels("gated"), f"{name}_reference" if reference else name)
+    if reference:
+        more = {key: value for key, value in more.items() if key != "fp8_input_store"}
 
     def call(t: Tensors) -> torch.Tensor:
         operands = {key: t[key] for key in ("bias", "weights") if key in t}
@@ -158,7 +161,7 @@ def _logits(t: Tensors) -> torch.Tensor:
 def _torch_calls() -> dict[str, Call]:
     norms = kernels("norms")
     return {
-        **{op: activation(op, reference=True) for op in ACTIVATIONS},
+        **{op: activation(op, reference=True) for op in ACTIVATIONS if not OPS[op].stored},
         "cross_entropy": lambda t: F.cross_entropy(t["x"].float(), t["target"], reduction="none"),
         "linear_cross_entropy": lambda t: F.cross_entropy(_logits(t).float(), t["target"]),
         "rms_norm": lambda t: norms.rms_norm_reference(t["x"], t["weight"], EPS),
@@ -221,6 +224,7 @@ def _megatron() -> dict[str, Bind]:
         **_megatron_activations(),
         "swiglu": plain,
         "swiglu_bias": plain,
+        "swiglu_fp8": _always(lambda t: bias_swiglu_impl(t["x"], None, True)),
         "swiglu_weighted": _always(lambda t: weighted_bias_swiglu_impl(t["x"], None, t["weights"])),
         "cross_entropy": loss,
         "rms_norm": norm("RMSNorm"),

@@ -114,6 +114,12 @@ def _compare_step(before: dict[str, Any], after: dict[str, Any], ops: list[str])
         for name, right in wanted.items()
         if norms.get(name) != right
     ]
+    tied = step.BACKENDS in after["fp32"]["patched"] and after["fp32"]["asked"]
+    heads = [name for name in norms if name.rpartition(".")[2] in step.RESIDUAL_SLOTS] if tied else []
+    if after["fp32"]["tied"] != sorted(heads):
+        problems.append(
+            f"the norms that give their residual are {after['fp32']['tied']}, not {sorted(heads)}"
+        )
     _count_step(after["fp32"]["counters"], ops, [*norms.values()].count(step.OURS), row)
     return row
 

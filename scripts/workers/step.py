@@ -23,6 +23,10 @@ SEED = 1234
 LOSSES = ("fused", "unfused")
 OURS = "megatron.core.liger.norms.RMSNorm"
 FINAL_NORM = "megatron/core/transformer/transformer_block.py"  # whose diff asks the layers what it shall be
+BACKENDS = "megatron/core/models/backends.py"  # whose diff lets layers' norms give their residuals
+# The norms that stand at the head of a residual branch.
+RESIDUAL_SLOTS = ("input_layernorm", "pre_mlp_layernorm")
+FUSED_RESIDUAL = "fused_residual_rmsnorm"
 
 
 def expected_calls(ops: list[str], norms: int) -> dict[str, dict[str, int]]:
@@ -49,7 +53,8 @@ def run(device: torch.device, dtype: torch.dtype, linear: bool = False) -> dict[
 
     Returns:
         ``tensors``: the loss of each token by each cross-entropy, and every parameter's gradient of all but
-        the fused one (whose goes through bfloat16 upstream); ``norms``: the class of each norm;
+        the fused one (whose goes through bfloat16 upstream); ``norms``: the class of each norm; ``tied``:
+        which of them give their residual too; ``asked``: whether this release's config could ask for that;
         of an overlaid tree ``counters``, and ``patched``: the files that diffs changed.
     """
     overlay = runtime.overlay()
@@ -82,6 +87,10 @@ def run(device: torch.device, dtype: torch.dtype, linear: bool = False) -> dict[
             for name, module in model.named_modules()
             if name.rpartition(".")[2] in NORM_SLOTS
         },
+        "tied": sorted(
+            name for name, module in model.named_modules() if getattr(module, "returns_residual", False)
+        ),
+        "asked": getattr(model.config, FUSED_RESIDUAL, False),
         "counters": overlay.counters() if overlay is not None else None,
         "patched": runtime.patched_files() if overlay is not None else [],
     }
@@ -127,6 +136,8 @@ def _model(device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         use_cpu_initialization=True,
+        # Upstream's local norms, of releases that have it, do not heed it.
+        **({FUSED_RESIDUAL: True} if hasattr(TransformerConfig, FUSED_RESIDUAL) else {}),
     )
     model: torch.nn.Module = GPTModel(
         config,

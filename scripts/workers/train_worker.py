@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.util
 import json
@@ -54,6 +55,7 @@ def _run(plan: Mapping[str, Any], run: Mapping[str, Any], device: torch.device) 
 
     from scripts.workers import gpt
 
+    gc.collect()  # the last run's model and optimizer are in cycles, and are not this one's memory
     sizes = gpt.Sizes(**plan["sizes"])
     variant = gpt.Variant(
         run["fused_cross_entropy"], run["fused_activation"], plan["sequence_parallel"], run["by_hand"]

@@ -44,8 +44,8 @@ def gated(module: Any, warp_size: int, shared_memory: int) -> Cases:
         given = {name: x for name, x in operands.items() if name in other}
         getattr(module, kind)(y, **given, **options).backward(torch.ones(6, n, dtype=dtype))
 
-    # Odd and narrow; many rows to a program; one block of columns; several blocks.
-    for n in (7, 128, 2048, 4096, 32768):
+    # Odd and narrow; many rows to a program; one block of columns; several, narrower ones; several blocks.
+    for n in (7, 128, 2048, 2880, 4096, 32768):
         for name, dtype in DTYPES.items():
             if name != "bf16" and n != 32768:
                 continue
@@ -78,7 +78,7 @@ def gated(module: Any, warp_size: int, shared_memory: int) -> Cases:
     if FLOAT8:
         forms.append(("quick_geglu", ("weights", "bias and weights"), {**offset, "fp8_input_store": True}))
     for kind, others, options in forms:
-        for n in (7, 128, 2048, 4096):
+        for n in (7, 128, 2048, 2880, 4096):
             for name, dtype in DTYPES.items():
                 if name != "bf16" and n != 4096:
                     continue
@@ -158,6 +158,7 @@ def norms(module: Any, warp_size: int, shared_memory: int) -> Cases:
         heads: bool = False,
         weight: torch.dtype | None = None,
         zero_centered: bool = False,
+        residual: bool = False,
     ) -> None:
         x, dy = torch.ones(6, n, dtype=dtype), torch.ones(6, n, dtype=dtype)
         if heads:
@@ -166,7 +167,9 @@ def norms(module: Any, warp_size: int, shared_memory: int) -> Cases:
         x.requires_grad_(wanted != "parameters")
         parameters = [leaf(n, dtype=weight or dtype, trained=wanted != "x") for _ in range(1 + layer_norm)]
         function = module.layer_norm if layer_norm else module.rms_norm
-        function(x, *parameters, 1e-5, zero_centered=zero_centered).backward(dy)
+        options = {"zero_centered": zero_centered} | ({"residual": True} if residual else {})
+        out = function(x, *parameters, 1e-5, **options)
+        torch.autograd.backward(out, (dy, dy) if residual else dy)
 
     # Narrow and odd; many rows to a program; odd; one row to a program, in each launch of the backward; in
     # blocks of columns in both directions.
@@ -179,7 +182,11 @@ def norms(module: Any, warp_size: int, shared_memory: int) -> Cases:
                 for wanted in ("all", "x", "parameters"):
                     label = f"{'layer' if layer_norm else 'rms'}_norm, n={n}, {name}, gradients of {wanted}"
                     yield label, partial(step, n, dtype, layer_norm, wanted)
+            for wanted in ("all", "x"):
+                label = f"rms_norm and residual, n={n}, {name}, gradients of {wanted}"
+                yield label, partial(step, n, dtype, False, wanted, residual=True)
     yield "slice of heads", partial(step, 128, torch.bfloat16, False, "all", heads=True)
     yield "mixed dtypes", partial(step, 4096, torch.float32, False, "all", weight=torch.bfloat16)
     yield "mixed dtypes", partial(step, 4096, torch.bfloat16, False, "all", weight=torch.float32)
     yield "zero-centred", partial(step, 4096, torch.bfloat16, False, "all", zero_centered=True)
+    yield "all of it", partial(step, 128, torch.bfloat16, False, "all", True, torch.float32, True, True)

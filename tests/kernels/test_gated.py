@@ -1044,11 +1044,12 @@ def test_refusals_of_the_kin(device: torch.device) -> None:
 
 
 def test_launches_fit_the_hardware() -> None:
-    for kernel, n, size in itertools.product(
-        ("forward", "backward", "bias_backward"), (1, 2, 3, 17, *range(100, 40000, 777)), (2, 4)
+    kernels = (("forward", 1), ("backward", 1), ("forward", 2), ("backward", 2), ("bias_backward", 2))
+    for (kernel, parts), n, size in itertools.product(
+        kernels, (1, 2, 3, 17, 2880, *range(100, 40000, 777)), (2, 4)
     ):
         for warp_size in (32, 64):
-            launch = module.choose_launch(kernel, n, size, warp_size)
+            launch = module.choose_launch(kernel, n, size, parts, warp_size)
             threads = launch.warps * warp_size
             assert launch.warps & (launch.warps - 1) == 0
             assert threads <= 1024

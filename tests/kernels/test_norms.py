@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from liger_kernels import norms as module
 from liger_kernels import rows
 from liger_kernels.norms import layer_norm, layer_norm_reference, rms_norm, rms_norm_reference
+from torch.utils.checkpoint import checkpoint
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 KINDS = ["rms", "layer"]
@@ -737,6 +738,222 @@ def test_a_tensor_changed_after_the_forward_is_refused(changed: int, device: tor
         out.sum().backward()
 
 
+# --- The branch past the norm ---
+
+
+def run_both(inputs: Inputs, dy: torch.Tensor | None, dresidual: torch.Tensor | None) -> Result:
+    """Output and gradients of `rms_norm` with its residual, where a branch that got none has None."""
+    leaves = [leaf(t) for t in (inputs.x, inputs.weight)]
+    pair = rms_norm(*leaves, EPS, zero_centered=inputs.zero_centered, residual=True)
+    assert torch.equal(pair[1], inputs.x)
+    used = [(out, gradient) for out, gradient in zip(pair, (dy, dresidual)) if gradient is not None]
+    torch.autograd.backward(*zip(*used))
+    return Result(pair[0].detach(), *(t.grad for t in leaves))
+
+
+def check_both(inputs: Inputs, dy: torch.Tensor, dresidual: torch.Tensor, got: Result) -> None:
+    """As `check`; of the sum of both branches' gradients, too, there is one rounding."""
+    check(inputs, dy, replace(got, dx=run(ours, inputs, dy).dx))
+    native, exact = (run(reference, inputs, dy, dtype).dx for dtype in (None, torch.float64))
+    exact = exact + dresidual.double()
+    error = (got.dx.double() - exact).abs()
+    scale = scales(inputs, dy)["dx"] + dresidual.double().abs()
+    half_unit = torch.finfo(got.dx.dtype).eps / 2
+    smallest = 2.0**-25 if got.dx.dtype == torch.float16 else 1e-37
+    assert (error <= half_unit * exact.abs() + ARITHMETIC * scale + smallest).all()
+    if error.numel() >= 256:
+        theirs = ((native + dresidual).double() - exact).norm()
+        assert error.norm() <= theirs + ARITHMETIC * scale.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 3, 192, 2880, 5001, 16384, 33000])  # of COLUMNS one for each launch
+def test_residual_against_float64(n: int, dtype: torch.dtype, device: torch.device) -> None:
+    for count, zero_centered in zip(ROWS.get(n, ROWS_OF_WIDE), itertools.cycle((False, True))):
+        if n > 8192 and count > 1 and (dtype == torch.float16 or n > 30000) and device.type == "cpu":
+            continue  # slow in the interpreter; float16 is launched as bfloat16 is
+        inputs, dy = make("rms", (count, n), dtype, device, zero_centered=zero_centered)
+        dresidual = torch.randn_like(dy)
+        check_both(inputs, dy, dresidual, run_both(inputs, dy, dresidual))
+
+
+@pytest.mark.usefixtures("more_programs")
+def test_residual_of_many_rows_and_mixed_dtypes(device: torch.device) -> None:
+    for dtype, weight in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        inputs, dy = make("rms", (301, 24), dtype, device, weight)
+        dy = dy.to(reference(inputs, inputs.x, inputs.weight).dtype)
+        dresidual = torch.randn_like(inputs.x)
+        check_both(inputs, dy, dresidual, run_both(inputs, dy, dresidual))
+
+
+def test_residual_is_added_before_the_rounding(device: torch.device) -> None:
+    """The norm's own gradient, rounded by itself, would lose what the sum keeps."""
+    x = torch.tensor([[1.0, -1.0, 1.0, -1.0]], device=device).bfloat16()
+    weight = torch.full((4,), 1 + 2.0**-7, device=device).bfloat16()
+    dy = torch.full((1, 4), 1 + 2.0**-6, device=device).bfloat16()  # at a right angle to x
+    result = run_both(Inputs(x, weight, None), dy, torch.full_like(x, -1.0))
+    kept, lost = 2.0**-6 + 2.0**-7 + 2.0**-13, 2.0**-6 + 2.0**-7
+    assert (torch.tensor(1 + kept).bfloat16() - 1).item() == lost
+    assert result.dx.tolist() == [[kept] * 4]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("more_programs")
+def test_strides_of_the_residuals_gradient(
+    layout: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> None:
+    for shape, x_layout in itertools.product(
+        [(6, 40), (3, 2, 40), (2, 3, 5, 24)], (torch.clone, heads, rows_last)
+    ):
+        inputs, dy = make("rms", shape, torch.bfloat16, device)
+        dresidual = torch.randn_like(dy)
+        expected = run_both(inputs, dy, dresidual)
+        inputs.x = x_layout(inputs.x)
+        got = run_both(inputs, batch_first(dy), layout(dresidual))
+        assert all(torch.equal(got.tensors()[name], value) for name, value in expected.tensors().items())
+
+
+@pytest.mark.parametrize("n", [40, 33000])
+def test_a_residuals_gradient_that_repeats(n: int, device: torch.device) -> None:
+    inputs, dy = make("rms", (4, n), torch.float32, device)
+    for narrow in (torch.randn(()), torch.randn(n), torch.randn(4, 1)):
+        dresidual = narrow.to(device).expand(4, n)
+        expected = run_both(inputs, dy, dresidual.contiguous())
+        assert torch.equal(run_both(inputs, dy, dresidual).dx, expected.dx)
+
+
+@pytest.mark.parametrize("n", [40, 33000])
+def test_a_branch_without_a_gradient(n: int, device: torch.device, launched: Counter[str]) -> None:
+    inputs, dy = make("rms", (3, n), torch.bfloat16, device)
+    dresidual = torch.randn_like(dy)
+    expected = run(ours, inputs, dy)
+    got = run_both(inputs, dy, None)
+    assert all(torch.equal(got.tensors()[name], value) for name, value in expected.tensors().items())
+    launched.clear()
+    got = run_both(inputs, None, dresidual)
+    assert torch.equal(got.dx, dresidual)
+    assert got.dweight is None
+    assert launched == {"norm_forward": 1}
+
+
+@pytest.mark.parametrize("n", [40, 33000])
+def test_only_the_gradients_asked_for_with_a_residual(n: int, device: torch.device) -> None:
+    inputs, dy = make("rms", (3, n), torch.bfloat16, device)
+    dresidual = torch.randn_like(dy)
+    expected = run_both(inputs, dy, dresidual)
+    x, weight = leaf(inputs.x), leaf(inputs.weight)
+    pair = rms_norm(x, inputs.weight, EPS, residual=True)
+    (dx,) = torch.autograd.grad(pair, x, (dy, dresidual))
+    torch.testing.assert_close(dx, expected.dx, rtol=2.0**-7, atol=1e-6)
+    pair = rms_norm(x, weight, EPS, residual=True)
+    (dweight,) = torch.autograd.grad(pair, weight, (dy, dresidual))
+    torch.testing.assert_close(dweight, expected.dweight, rtol=2.0**-7, atol=1e-6)
+    # An input that has no gradient is its own residual.
+    out, residual = rms_norm(inputs.x, weight, EPS, residual=True)
+    assert residual is inputs.x
+    assert torch.equal(torch.autograd.grad(out, weight, dy)[0], dweight)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)], ids=str)
+def test_residual_of_no_rows(shape: tuple[int, ...], device: torch.device, launched: Counter[str]) -> None:
+    inputs, dy = make("rms", shape, torch.bfloat16, device)
+    for dresidual in (None, torch.zeros_like(dy)):
+        result = run_both(inputs, dy, dresidual)
+        assert result.out.shape == result.dx.shape == shape
+        assert torch.equal(result.dweight, torch.zeros_like(inputs.weight))
+    assert run_both(inputs, None, torch.zeros_like(dy)).dweight is None
+    assert not launched
+
+
+def test_the_residual_is_the_input(device: torch.device) -> None:
+    """Its memory, not a copy; and nothing more is kept than without it."""
+    inputs, _ = make("rms", (5, 40), torch.bfloat16, device)
+    x = leaf(inputs.x)
+    out, residual = rms_norm(x, inputs.weight, EPS, residual=True)
+    assert residual.data_ptr() == x.data_ptr()
+    assert residual.grad_fn is out.grad_fn
+    assert (out._base, residual._base) == (None, x)
+    assert len(out.grad_fn.saved_tensors) == 4
+    with torch.no_grad():
+        _, residual = rms_norm(x, inputs.weight, EPS, residual=True)
+    assert not residual.requires_grad
+    assert residual.data_ptr() == x.data_ptr()
+
+
+def test_residual_under_hooks_and_recomputation(device: torch.device) -> None:
+    inputs, dy = make("rms", (4, 3, 24), torch.bfloat16, device)
+    dresidual = torch.randn_like(dy)
+    expected = run_both(inputs, dy, dresidual)
+    x, weight = heads(inputs.x).requires_grad_(), leaf(inputs.weight)
+
+    def norm(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rms_norm(x, weight, EPS, residual=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        pairs = [norm(x)]
+    pairs += [checkpoint(norm, x, use_reentrant=reentrant) for reentrant in (False, True)]
+    for pair in pairs:
+        x.grad = weight.grad = None
+        torch.autograd.backward(pair, (dy, dresidual))
+        assert torch.equal(pair[0], expected.out)
+        assert torch.equal(x.grad, expected.dx)
+        assert torch.equal(weight.grad, expected.dweight)
+
+
+@pytest.mark.parametrize("only", [None, 0, 1])
+def test_double_backward_of_a_residual_is_refused(only: int | None, device: torch.device) -> None:
+    inputs, dy = make("rms", (5, 40), torch.float32, device)
+    x = leaf(inputs.x)
+    pair = rms_norm(x, inputs.weight, EPS, residual=True)
+    outs = pair if only is None else pair[only]
+    (dx,) = torch.autograd.grad(outs, x, dy if only is not None else (dy, dy), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+Steps = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# Of the input, the output and the residual.
+CHANGES: dict[str, Steps] = {
+    "residual": lambda x, out, residual: residual.mul_(2).sum() + out.sum(),
+    "residual alone": lambda x, out, residual: residual.mul_(2).sum(),
+    "a view of the residual": lambda x, out, residual: residual.view(-1).mul_(2).sum() + out.sum(),
+    "detached residual": lambda x, out, residual: (residual.detach().mul_(2), out.sum() + residual.sum())[1],
+    "input": lambda x, out, residual: (x.mul_(2), out.sum() + residual.sum())[1],
+    "input, residual alone": lambda x, out, residual: (x.mul_(2), residual.sum())[1],
+    "input and residual": lambda x, out, residual: (x.mul_(2) * residual).sum() + out.sum(),
+}
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["read in place", "copied"])
+@pytest.mark.parametrize("changed", CHANGES)
+def test_a_change_in_place_is_refused(changed: str, copied: bool, device: torch.device) -> None:
+    """The input and its residual are one memory: autograd has no right gradient for that, and says so."""
+    inputs, _ = make("rms", (6, 40), torch.float32, device)
+    x = leaf(inputs.x) * 1
+    if copied:
+        x = x.repeat_interleave(2, 1)[:, ::2]
+    out, residual = rms_norm(x, leaf(inputs.weight), EPS, residual=True)
+    with pytest.raises(RuntimeError, match=r"is a view and|modified by an inplace operation"):
+        CHANGES[changed](x, out, residual).backward()
+
+
+def test_changes_in_place_that_are_right(device: torch.device) -> None:
+    """Of the output, and, once the residual was read, of an input that the kernel had copied."""
+    inputs, _ = make("rms", (6, 40), torch.float32, device)
+    expected = run_both(inputs, 2 * torch.ones_like(inputs.x), torch.ones_like(inputs.x))
+    x = leaf(inputs.x)
+    out, residual = rms_norm(x, inputs.weight, EPS, residual=True)
+    (out.mul_(2) + residual).sum().backward()
+    torch.testing.assert_close(x.grad, expected.dx)
+    x = leaf(inputs.x)
+    strided = x.repeat_interleave(2, 1)[:, ::2]
+    out, residual = rms_norm(strided, inputs.weight, EPS, residual=True)
+    loss = (2 * out + residual).sum()
+    strided.mul_(3)
+    loss.backward()
+    torch.testing.assert_close(x.grad, expected.dx)
+
+
 # --- Refusals ---
 
 
@@ -777,11 +994,13 @@ def test_launches_fit_the_hardware() -> None:
     for n, size, warp_size in itertools.product(widths, (2, 4), (32, 64)):
         forward = module.choose_forward(n, size, warp_size)
         chosen: list[tuple[module.Launch, int]] = [(forward, 232448)]
-        for layered, sums, shared in itertools.product(
-            (False, True), (0, 1, 2), (65536, 101376, 166912, 232448)
+        for layered, sums, shared, residual in itertools.product(
+            (False, True), (0, 1, 2), (65536, 101376, 166912, 232448), (False, True)
         ):
-            launch = module.choose_backward(n, size, layered, sums, shared, warp_size=warp_size)
+            launch = module.choose_backward(n, size, layered, sums, shared, residual, warp_size=warp_size)
             assert launch.programs >= 1
+            if residual and launch.stages > 1:
+                assert 3 * launch.stages * launch.rows * launch.block * size < shared
             chosen.append((launch, shared))
         for launch, shared in chosen:
             assert launch.warps >= 1

@@ -184,6 +184,8 @@ def _step(shift: float = 0.0, *, kernel: bool = False) -> dict[str, Any]:
     result = {
         "tensors": {"unfused loss": torch.tensor([4 + 1e-6 + shift])},
         "norms": dict.fromkeys(names, step.OURS if kernel else "torch.nn.RMSNorm"),
+        "tied": [f"decoder.layers.0.{slot}" for slot in sorted(step.RESIDUAL_SLOTS)] if kernel else [],
+        "asked": True,
     }
     if not kernel:
         truth = {**result, "tensors": {"unfused loss": torch.tensor([4.0], dtype=torch.float64)}}
@@ -197,7 +199,7 @@ def _step(shift: float = 0.0, *, kernel: bool = False) -> dict[str, Any]:
         }
         for op, wanted in step.expected_calls(list(OPS), len(names)).items()
     }
-    return {"fp32": {**result, "counters": counts, "patched": [step.FINAL_NORM]}}
+    return {"fp32": {**result, "counters": counts, "patched": [step.FINAL_NORM, step.BACKENDS]}}
 
 
 def test_a_models_step_that_is_right() -> None:
@@ -214,7 +216,7 @@ def test_transformer_engines_final_norm_is_ours_where_the_call_site_is(there: bo
         before, after = _step(), _step(kernel=True)
         before["fp32"]["norms"] |= te
         after["fp32"]["norms"] |= dict.fromkeys(te, step.OURS) if ours else te
-        after["fp32"]["patched"] = [step.FINAL_NORM] if there else []
+        after["fp32"]["patched"] = [step.BACKENDS, *([step.FINAL_NORM] if there else [])]
         for entry in after["fp32"]["counters"]["norms"]["entries"].values():
             entry["kernel"] += (len(step.LOSSES) + 1) * ours
         problems = parity_compare._compare_step(before, after, list(OPS))["problems"]
@@ -240,6 +242,9 @@ def _without(result: dict[str, Any], change: Callable[[dict[str, Any]], object])
             lambda r: r["counters"]["swiglu"]["entries"]["bias_swiglu_impl"].update(kernel=3),
             "3 calls of bias",
         ),
+        (lambda r: r["tied"].pop(), "['decoder.layers.0.input_layernorm'], not ['decoder.layers.0.input_l"),
+        (lambda r: r["patched"].remove(step.BACKENDS), "not []"),
+        (lambda r: r.update(asked=False), "not []"),
         (lambda r: r["counters"]["norms"]["entries"].clear(), "0 calls of WrappedTorchNorm"),
         (
             lambda r: r["counters"]["norms"]["entries"]["WrappedTorchNorm"].update(upstream={"fp8": 1}),

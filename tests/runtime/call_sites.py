@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm classes that the patched call sites give, beside stand-ins for TransformerEngine and Apex.
 
-``call_sites.py FOLDER`` prints, as JSON, the class of a block's final norm by the layer's norms, and the
-classes that upstream's provider of local specs gives one after the other (none where there is no provider).
+``call_sites.py FOLDER`` prints, as JSON, the class of a block's final norm by the layer's norms, the classes
+that upstream's provider of local specs gives one after the other (none where there is no provider), and the
+class that it gives for an RMSNorm with its residual (none where it cannot be asked for that).
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -90,6 +92,18 @@ def provided() -> list[str]:
     return [provider.layer_norm(rms_norm=rms).__name__ for rms in (False, True, False)]
 
 
+def with_residual() -> str | None:
+    """The class that the provider gives for an RMSNorm at the head of a residual branch."""
+    try:
+        from megatron.core.models.backends import LocalSpecProvider
+    except ImportError:
+        return None
+    if "has_residual" not in inspect.signature(LocalSpecProvider.layer_norm).parameters:
+        return None
+    name: str = LocalSpecProvider().layer_norm(rms_norm=True, has_residual=True).__name__
+    return name
+
+
 def main(folder: Path) -> None:
     register("scripts", ROOT / "scripts")
     from scripts.workers import runtime
@@ -104,7 +118,7 @@ def main(folder: Path) -> None:
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     runtime.use_no_transformer_engine()
-    result = {"provided": provided(), "final": final_norms()}
+    result = {"provided": provided(), "residual": with_residual(), "final": final_norms()}
     torch.distributed.destroy_process_group()
     print(json.dumps(result))
 

@@ -2,7 +2,7 @@
 """One rank of a small training job in upstream's own loop, with ``linear_cross_entropy`` and without it.
 
 Upstream's data-parallel wrapper, schedule of pipeline stages and end of a step, with the plain gradient
-descent of this file. The plan has ``pp`` and ``runs``; what a run found goes to ``NAME-rankN.pt``.
+descent of this file. The plan has ``pp``, ``cp`` and ``runs``; what a run found goes to ``NAME-rankN.pt``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def build(run: dict[str, Any]) -> tuple[Any, Any]:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     recompute = {
@@ -48,19 +49,24 @@ def build(run: dict[str, Any]) -> tuple[Any, Any]:
         attention_dropout=0.0,
         use_cpu_initialization=True,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
         pipeline_dtype=torch.float32,
         calculate_per_token_loss=True,
         **(recompute if run["recompute"] else {}),
     )
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if config.context_parallel_size > 1:  # only TransformerEngine's attention crosses parts of a sequence
+        spec.submodules.self_attention = IdentityOp
+        spec.submodules.self_attn_bda = IdentityFuncOp
     torch.manual_seed(1)
     stage = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        spec,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
+        position_embedding_type="learned_absolute",
         share_embeddings_and_output_weights=run["tied"],
     )
     if torch.cuda.is_available():
@@ -76,6 +82,7 @@ def build(run: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def batch(step: int, micro_batch: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """This rank's part of a micro-batch: of every sequence, each so-manieth token."""
     from megatron.core import parallel_state
 
     data = parallel_state.get_data_parallel_rank()
@@ -83,11 +90,13 @@ def batch(step: int, micro_batch: int, device: torch.device) -> dict[str, torch.
     source = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator).to(device)
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=device).triu(1)
     positions = torch.arange(SEQUENCE, device=device).expand(BATCH, -1).contiguous()
+    parts = parallel_state.get_context_parallel_world_size()
+    part = slice(parallel_state.get_context_parallel_rank(), None, parts)
     return {
-        "input_ids": source,
-        "position_ids": positions,
+        "input_ids": source[:, part],
+        "position_ids": positions[:, part],
         "attention_mask": mask,
-        "labels": source.roll(-1, 1),
+        "labels": source.roll(-1, 1)[:, part],
     }
 
 
@@ -150,7 +159,9 @@ def main(argv: list[str]) -> int:
     runtime.init_group(folder, plan["device"])
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=plan["pp"])
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=plan["pp"], context_parallel_size=plan["cp"]
+    )
     for run in plan["runs"]:
         found = work({**dict.fromkeys(("tied", "fused", "overlap", "recompute"), False), **run}, device)
         torch.save(found, folder / f"{run['name']}-rank{torch.distributed.get_rank()}.pt")

@@ -30,7 +30,8 @@ def register(name: str, folder: Path) -> None:
 
 
 def build(mla: bool, **choice: Any) -> Any:
-    """A GPT of one layer and a multi-token-prediction head of one, with a norm in every place for one."""
+    """A GPT of one layer and a multi-token-prediction head of one, unless ``choice`` says otherwise; with a
+    norm in every place for one."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer import transformer_config
 
@@ -39,30 +40,35 @@ def build(mla: bool, **choice: Any) -> Any:
     torch.manual_seed(3)
     kind = transformer_config.MLATransformerConfig if mla else transformer_config.TransformerConfig
     lora = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
-    given = kind(
-        num_layers=1,
-        mtp_num_layers=1,
-        hidden_size=16,
-        ffn_hidden_size=24,
-        num_attention_heads=2,
-        kv_channels=8,
-        qk_layernorm=True,
-        add_bias_linear=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
+    usual: dict[str, Any] = {
+        "num_layers": 1,
+        "mtp_num_layers": 1,
+        "hidden_size": 16,
+        "ffn_hidden_size": 24,
+        "num_attention_heads": 2,
+        "kv_channels": 8,
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
         **({"multi_latent_attention": True, "rope_type": "rope", **lora} if mla else {}),
-        **choice,
-    )
+    }
+    given = kind(**usual | choice)
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
-        qk_layernorm=True, normalization=given.normalization, multi_latent_attention=mla
+        num_experts=given.num_moe_experts,
+        qk_layernorm=True,
+        normalization=given.normalization,
+        multi_latent_attention=mla,
     )
     if mla:
         spec.submodules.self_attention.submodules.core_attention = runtime.attention_for_mla()
-    mtp = gpt_layer_specs.get_gpt_mtp_block_spec(given, spec, use_transformer_engine=False)
+    mtp = None
+    if given.mtp_num_layers:
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(given, spec, use_transformer_engine=False)
     model = GPTModel(
         given,
         spec,
@@ -75,7 +81,8 @@ def build(mla: bool, **choice: Any) -> Any:
 
 
 def run(*, mla: bool, device: torch.device, **choice: Any) -> dict[str, Any]:
-    """One step: the class and the gradient of every norm, the loss, the counts.
+    """One step: the class and the gradient of every norm, that of the word embeddings, the loss, the counts,
+    and which norms give their residual too.
 
     Args:
         mla: multi-latent attention instead of the usual one.
@@ -88,6 +95,10 @@ def run(*, mla: bool, device: torch.device, **choice: Any) -> dict[str, Any]:
         finalize_model_grads,
     )
 
+    liger = None
+    if importlib.util.find_spec("megatron.core.liger") is not None:
+        liger = importlib.import_module("megatron.core.liger")
+        liger.reset_counters()
     given, model = build(mla, **choice)
     norms = {
         name: f"{type(module).__module__}.{type(module).__name__}"
@@ -96,10 +107,6 @@ def run(*, mla: bool, device: torch.device, **choice: Any) -> dict[str, Any]:
     }
     reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
     parallel = DistributedDataParallel(given, reduction, model.to(device))
-    liger = None
-    if importlib.util.find_spec("megatron.core.liger") is not None:
-        liger = importlib.import_module("megatron.core.liger")
-        liger.reset_counters()
     tokens = (torch.arange(2 * TOKENS, device=device).view(2, TOKENS) * 7) % VOCABULARY
     positions = torch.arange(TOKENS, device=device).expand(2, TOKENS).contiguous()
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device=device).triu(1)
@@ -111,8 +118,17 @@ def run(*, mla: bool, device: torch.device, **choice: Any) -> dict[str, Any]:
         for name, parameter in model.named_parameters()
         if name.rpartition(".")[0] in norms
     }
+    embeddings = model.embedding.word_embeddings.weight.main_grad.detach().cpu().clone()
     counts = liger.counters()["norms"] if liger else None
-    return {"norms": norms, "loss": loss.item(), "gradients": gradients, "counts": counts}
+    tied = {name for name, module in model.named_modules() if getattr(module, "returns_residual", False)}
+    return {
+        "norms": norms,
+        "loss": loss.item(),
+        "gradients": gradients,
+        "embeddings": embeddings,
+        "counts": counts,
+        "tied": tied,
+    }
 
 
 def main(rank: int, ranks: int, folder: Path) -> None:

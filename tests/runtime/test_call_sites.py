@@ -67,6 +67,7 @@ def test_the_norms_of_a_release(look: Look, tmp_path: Path, version: str) -> Non
     assert found["final"] == FINAL
     there = version not in BACKENDS.absent
     assert found["provided"] == (["FusedLayerNorm", "WrappedTorchNorm", "FusedLayerNorm"] if there else [])
+    assert found["residual"] == ("ResidualNorm" if version >= "0.17" else None)
 
 
 def test_upstreams_own(look: Look, pristine_tree: Path) -> None:
@@ -80,3 +81,9 @@ def test_upstreams_own(look: Look, pristine_tree: Path) -> None:
 def test_switched_off_the_final_norm_is_upstreams(look: Look, overlaid_tree: Path, switch: str) -> None:
     found = look(overlaid_tree, LIGER_MEGATRON=switch)
     assert set(found["final"].values()) == {TE}
+
+
+def test_switched_off_a_norm_with_its_residual_is_upstreams(look: Look, tmp_path: Path) -> None:
+    tree = build_tree(MANIFEST.releases["0.19.2"], ["norms"], tmp_path / "tree", overlaid=True, nearest=True)
+    found = look(tree, LIGER_MEGATRON="-norms")
+    assert found["residual"] == "WrappedTorchNorm"

@@ -140,6 +140,38 @@ assert "megatron.core.fusions.fused_bias_swiglu" not in sys.modules
         assert word in done.stdout
 
 
+def empty_a_module(package: Path) -> None:
+    """The last that the package imports."""
+    (package / "version.py").write_text("", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("damage", "switch", "words"),
+    [(empty_a_module, "1", DAMAGED), (lambda package: None, "swiglu", ("SettingsError: LIGER_MEGATRON",))],
+    ids=["damaged", "not installed"],
+)
+def test_a_second_import_is_refused_too(
+    python: Python,
+    release_tree: Callable[..., Path],
+    damage: Callable[[Path], None],
+    switch: str,
+    words: tuple[str, ...],
+) -> None:
+    """Of a caller who passes over the first refusal: a library that tries, a notebook's cell run twice."""
+    tree = release_tree("norms", "cross_entropy")
+    damage(tree / "megatron/core/liger")
+    code = """
+for name in ("transformer.torch_norm", "fusions.fused_cross_entropy", "transformer.torch_norm"):
+    try:
+        __import__(f"megatron.core.{name}")
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+    done = python(code=code, tree=tree, LIGER_MEGATRON=switch)
+    for word in words:
+        assert done.stdout.count(word) == 3
+
+
 def test_norms_are_never_half(python: Python, release_tree: Callable[..., Path]) -> None:
     """Upstream takes an ImportError of a norm for an Apex that is not there, and goes on without."""
     tree = release_tree("norms")

@@ -181,14 +181,15 @@ JOBS: dict[str, dict[str, bool]] = {
 JOB_ULPS = 8 * 2.0**-23
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_in_upstreams_training_loop(stages: int, overlaid_tree: Path, tmp_path: Path) -> None:
-    """Two ranks, as data-parallel ones whose reductions overlap the backward or as stages of a pipeline."""
+@pytest.mark.parametrize(("stages", "parts"), [(1, 1), (2, 1), (1, 2)], ids=["data", "pipeline", "context"])
+def test_in_upstreams_training_loop(stages: int, parts: int, overlaid_tree: Path, tmp_path: Path) -> None:
+    """Two ranks: data-parallel ones whose reductions overlap the backward, stages of a pipeline, or parts of
+    each sequence."""
     runs = [
         {"name": f"{kind} {way}", "on": way == "on", **choice}
         for (kind, choice), way in itertools.product(JOBS.items(), ("on", "off"))
     ]
-    plan = {"pp": stages, "runs": runs}
+    plan = {"pp": stages, "cp": parts, "runs": runs}
     run_world(
         str(Path(__file__).with_name("linear_cross_entropy_job.py")),
         plan, tree=overlaid_tree, folder=tmp_path, ranks=2, device=where(2), timeout=200, extra=ON,

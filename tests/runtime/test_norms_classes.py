@@ -395,3 +395,99 @@ def test_module_with_ligers_signature(liger: ModuleType) -> None:
     for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         assert twin.weight.sequence_parallel is True
         assert twin.config == config()
+
+
+# --- Norms that give their residual ---
+
+
+@pytest.fixture
+def norms(liger: ModuleType) -> Any:
+    return importlib.import_module("megatron.core.liger.norms")
+
+
+def fused(normalization: str = "RMSNorm", **changes: Any) -> SimpleNamespace:
+    """What the later releases' configs say of it."""
+    asked = {"fused_residual_rmsnorm": True, "recompute_granularity": None, "recompute_modules": None}
+    return config(normalization, **asked | changes)
+
+
+PROVIDER = "LocalSpecProvider.layer_norm"
+
+
+def test_only_an_rms_norm_that_the_config_asks_for_gives_its_residual(norms: Any, liger: ModuleType) -> None:
+    wrapped = importlib.import_module(CLASSES["WrappedTorchNorm"]).WrappedTorchNorm
+    for asked in (True, False):
+        assert norms.provided(wrapped, asked) is (norms.ResidualNorm if asked else wrapped)
+    built = norms.ResidualNorm
+    for norm, wanted in (
+        (built(fused(), 8), True),
+        (built(config=fused(), hidden_size=8, eps=0.5), True),
+        (built(fused(fused_residual_rmsnorm=False), 8), False),
+        (built(config(), 8), False),
+        (built(fused("LayerNorm"), 8), False),
+        (wrapped(fused(), 8), False),
+    ):
+        assert type(norm).__module__ == "megatron.core.liger.norms"
+        assert norm.returns_residual is wanted
+        for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+            assert twin.returns_residual is wanted
+    assert type(built(fused("L2Norm"), 8)).__name__ == "L2Norm"
+    assert pickle.loads(pickle.dumps(built)) is built
+    assert PROVIDER not in liger.counters()["norms"]["entries"] or counts(liger, PROVIDER) == UNUSED
+
+
+NOT_TAKEN: dict[str, dict[str, Any]] = {
+    "hyper-connections": {"enable_mhc_connections": True},
+    "recomputed": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]},
+    "overlapped": {"overlap_moe_expert_parallel_comm": True},
+}
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("why", NOT_TAKEN)
+def test_a_residual_that_is_not_taken(
+    norms: Any, liger: ModuleType, why: str, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later releases keep the residual of a norm that they recompute; hyper-connections never take it."""
+    if later:
+        random = importlib.import_module("megatron.core.tensor_parallel.random")
+
+        class Later:
+            def __init__(self, fp8: bool = False, retain_input_tensors: bool = False) -> None: ...
+
+        monkeypatch.setattr(random, "CheckpointWithoutOutput", Later)
+    taken = later and why != "hyper-connections"
+    norm = norms.ResidualNorm(fused(**NOT_TAKEN[why]), 8)
+    assert norm.returns_residual is taken
+    if not taken:
+        ((reason, times),) = counts(liger, PROVIDER)["upstream"].items()
+        assert why in reason
+        assert times == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "full", "recompute_modules": ["layernorm"]},
+        {"overlap_moe_expert_parallel_comm": False, "enable_mhc_connections": False},
+    ],
+)
+def test_what_else_takes_it(norms: Any, changes: dict[str, Any]) -> None:
+    assert norms.ResidualNorm(fused(**changes), 8).returns_residual
+
+
+@pytest.mark.usefixtures("strict")
+def test_strict_refuses_what_is_not_taken(norms: Any) -> None:
+    norms.ResidualNorm(fused(), 8)
+    with pytest.raises(RuntimeError, match=r"layer_norm would run upstream's code \(fused_residual_rmsnorm"):
+        norms.ResidualNorm(fused(**NOT_TAKEN["recomputed"]), 8)
+
+
+def test_switched_off_no_norm_gives_its_residual(norms: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = importlib.import_module(CLASSES["WrappedTorchNorm"]).WrappedTorchNorm
+    monkeypatch.setattr(norms.OP, "enabled", False)
+    assert norms.provided(wrapped, True) is wrapped
+    right = vars(plain()) | {"fused_residual_rmsnorm": True}
+    assert type(norms.ResidualNorm(SimpleNamespace(**right), 8)) is nn.RMSNorm

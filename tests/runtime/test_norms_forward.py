@@ -500,3 +500,55 @@ def test_on_cpu(python: Python, interpreted: bool) -> None:
         assert "norms: WrappedTorchNorm 3 upstream (a CPU tensor without TRITON_INTERPRET=1)" in last
         assert "{'a CPU tensor without TRITON_INTERPRET=1': 3}" in found
         assert "'launches': {}" in found
+
+
+# --- Norms that give their residual ---
+
+
+def pair_results(norm: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output, residual and gradients of a norm with its residual, or of one without and its input."""
+    found = norm(x)
+    out, residual = found if isinstance(found, tuple) else (found, x)
+    generator = torch.Generator().manual_seed(5)
+    gradients = [torch.randn(t.shape, generator=generator).to(t) for t in (out, residual)]
+    leaves = [x, *norm.parameters()]
+    dx, *others = torch.autograd.grad([out, residual], leaves, gradients)
+    return {"out": out, "residual": residual, "dx": dx, **{f"d{i}": d for i, d in enumerate(others)}}
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("name", ["2-D", "3-D", "heads", "transposed", "columns apart", "no tokens"])
+def test_a_norm_with_its_residual(
+    wrapped: Any, liger: ModuleType, device: torch.device, name: str, zero_centered: bool
+) -> None:
+    norm, twin = build(wrapped, "RMSNorm", device, layernorm_zero_centered_gamma=zero_centered)
+    norm.returns_residual = True
+    x = INPUTS[name](lambda *shape: torch.randn(*shape, device=device)).detach().requires_grad_()
+    ours, wanted = pair_results(norm, x), pair_results(twin, x)
+    assert ours["residual"].data_ptr() == x.data_ptr()
+    assert_results(ours, wanted)
+    assert counts(liger, ENTRY) == {"kernel": 1, "off": 0, "upstream": {}}
+    assert launches(liger) == (
+        {} if name == "no tokens" else dict.fromkeys(("norm_backward", "norm_forward", "norm_reduce"), 1)
+    )
+
+
+@pytest.mark.parametrize("why", ["off", "dtype", "autocast", "traced"])
+def test_a_residual_whatever_runs(
+    wrapped: Any, liger: ModuleType, device: torch.device, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer that was built for a pair gets one, also from torch's own norm."""
+    norm, twin = build(wrapped, "RMSNorm", device)
+    norm.returns_residual = True
+    x = torch.randn(5, H, device=device, dtype=torch.float64 if why == "dtype" else None, requires_grad=True)
+    if why == "off":
+        monkeypatch.setattr(importlib.import_module("megatron.core.liger.norms").OP, "enabled", False)
+    elif why == "traced":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with torch.autocast(device.type, enabled=why == "autocast"):
+        ours, wanted = pair_results(norm, x), pair_results(twin, x)
+    assert ours["residual"] is x
+    assert_results(ours, wanted)
+    assert launches(liger) == {}
+    found = counts(liger, ENTRY)
+    assert (found["kernel"], found["off"], len(found["upstream"])) == (0, why == "off", why != "off")

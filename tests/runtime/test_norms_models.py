@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from scripts.apply import apply_tree, build_tree
+from scripts.manifest import load
+from scripts.overlay import load_overlay
 
 from .conftest import Python
 
@@ -108,13 +114,13 @@ def test_switched_off(python: Python) -> None:
 
 
 def run_ranks(
-    folder: Path, tree: Path, ranks: int, plan: dict[str, dict[str, Any]]
+    folder: Path, tree: Path, ranks: int, plan: dict[str, dict[str, Any]], **environ: str
 ) -> list[dict[str, dict[str, Any]]]:
     """What ``norms_rank.py`` found on each rank."""
     folder.mkdir()
     torch.save(plan, folder / "plan")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LIGER_")}
-    kept |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(tree)}
+    kept |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(tree), **environ}
     if torch.cuda.device_count() < ranks:
         kept |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     kept["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -211,3 +217,89 @@ def test_models(overlaid_tree: Path, pristine_tree: Path, tmp_path: Path, ranks:
             }
             calls = found["counts"]["entries"]["WrappedTorchNorm"]
             assert calls == {"kernel": count + again, "off": 0, "upstream": {}}
+
+
+FUSED = {**RMS, "num_layers": 2, "fused_residual_rmsnorm": True}
+EXPERTS = {**FUSED, "num_moe_experts": 4, "moe_ffn_hidden_size": 12, "mtp_num_layers": None}
+HEADS = {f"decoder.layers.{i}.{place}" for i in (0, 1) for place in ("input_layernorm", "pre_mlp_layernorm")}
+HEADS_OF_MTP = {f"mtp.layers.0.mtp_model_layer.{place}" for place in ("input_layernorm", "pre_mlp_layernorm")}
+
+
+@pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.19.2"])
+def test_norms_that_give_their_residual(tmp_path: Path, version: str) -> None:
+    """Layers take it, multi-token prediction's and those of experts too: upstream's losses and gradients.
+
+    These releases free the residual with the output of a norm that they recompute: there, none is given.
+    """
+    release = load().release(f"megatron=={version}")
+    plain, ours = (
+        build_tree(release, ["norms"], tmp_path / name, overlaid=name == "ours", nearest=True)
+        for name in ("plain", "ours")
+    )
+    plan = {
+        "dense": FUSED,
+        "experts": EXPERTS,
+        "dense, off": {**FUSED, "fused_residual_rmsnorm": False},
+        "dense, fp32": {**FUSED, "fp32_residual_connection": True},
+        "dense, recomputed": {**FUSED, **RECOMPUTED},
+    }
+    (upstream,) = run_ranks(
+        tmp_path / "of plain", plain, 1, {name: plan[name] for name in ("dense", "experts")}
+    )
+    (results,) = run_ranks(tmp_path / "of ours", ours, 1, plan)
+    (off,) = run_ranks(tmp_path / "of off", ours, 1, {"dense": FUSED}, LIGER_MEGATRON="-norms")
+    assert not upstream["dense"]["tied"] | upstream["experts"]["tied"] | off["dense"]["tied"]
+    assert off["dense"]["loss"] == upstream["dense"]["loss"]
+    for name, found in results.items():
+        wanted = upstream[name.partition(",")[0]]
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert_gradients(found["gradients"], wanted["gradients"])
+        assert_gradients({"": found["embeddings"]}, {"": wanted["embeddings"]})
+        given = {"dense, off": set(), "dense, recomputed": set(), "experts": HEADS}
+        assert found["tied"] == given.get(name, HEADS | HEADS_OF_MTP)
+        entries = found["counts"]["entries"]
+        assert entries["WrappedTorchNorm"]["upstream"] == {}
+        count = len(wanted["norms"])
+        assert found["counts"]["launches"] == {
+            "norm_forward": count + (6 if "recomputed" in name else 0),
+            "norm_backward": count,
+            "norm_reduce": count,
+        }
+        if name == "dense, recomputed":
+            ((reason, times),) = entries["LocalSpecProvider.layer_norm"]["upstream"].items()
+            assert "recomputed" in reason
+            assert times == 6
+        elif "LocalSpecProvider.layer_norm" in entries:
+            assert entries["LocalSpecProvider.layer_norm"]["upstream"] == {}
+
+
+def test_a_recomputed_norm_that_gives_its_residual(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """The preview keeps the residual, and empties and fills the output alone."""
+    clone = pytestconfig.getoption("--clone")
+    if clone is None:
+        pytest.skip("needs --clone PATH, a Megatron-LM clone with the preview's commit")
+    manifest = load()
+    (preview,) = manifest.previews.values()
+    command = ["git", "-C", clone, "archive", "--format=tar", preview.commit, "megatron"]
+    archive = subprocess.run(command, capture_output=True, check=True).stdout
+    for name in ("plain", "ours"):
+        with tarfile.open(fileobj=io.BytesIO(archive)) as sources:
+            sources.extractall(tmp_path / name, filter="data")
+    apply_tree(tmp_path / "ours", ("norms",), manifest, load_overlay(manifest=manifest))
+    # Without TransformerEngine its heads of multi-token prediction cannot be built.
+    dense = {**FUSED, "mtp_num_layers": None}
+    plan = {"dense": dense, "experts": EXPERTS}
+    (upstream,) = run_ranks(tmp_path / "of plain", tmp_path / "plain", 1, plan)
+    recomputed = {name: {**settings, **RECOMPUTED} for name, settings in plan.items()}
+    (results,) = run_ranks(tmp_path / "of ours", tmp_path / "ours", 1, recomputed)
+    for name, found in results.items():
+        assert found["tied"] == HEADS
+        assert found["loss"] == pytest.approx(upstream[name]["loss"], rel=1e-5)
+        assert_gradients(found["gradients"], upstream[name]["gradients"])
+        assert_gradients({"": found["embeddings"]}, {"": upstream[name]["embeddings"]})
+        count = len(found["norms"])
+        assert found["counts"]["launches"] == {
+            "norm_forward": count + len(HEADS),
+            "norm_backward": count,
+            "norm_reduce": count,
+        }

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts import files
 from scripts import tree as tree_module
 from scripts.errors import OverlayError, StateError, TreeError, UsageError
 from scripts.overlay import PACKAGE, RECORD, extend
@@ -463,9 +464,36 @@ def test_a_file_of_another_user_stays_theirs(world: Any) -> None:
 def test_a_tree_that_stays_locked_is_refused(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_module, "_PATIENCE_S", 0.0)
     before = world.snapshot()
-    with world.tree.lock(), pytest.raises(StateError, match="another apply or revert"):
+    with world.tree.lock(), pytest.raises(StateError, match="another command at work"):
         world.apply()
     assert world.snapshot() == before
+
+
+def test_a_file_that_is_a_link(world: Any, tmp_path: Path) -> None:
+    """Out of a cache that other environments share, say: nothing may be written there."""
+    shared = tmp_path / "cache.py"
+    world.path(ALPHA).rename(shared)
+    world.path(ALPHA).symlink_to(shared)
+    before = shared.read_bytes()
+    with pytest.raises(TreeError) as caught:
+        world.apply()
+    assert caught.value.found == "a symbolic link"
+    assert "--link-mode copy" in caught.value.remedy
+    assert "the folder that the link leads into" not in caught.value.remedy
+    assert shared.read_bytes() == before
+
+
+def test_a_command_that_waits_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(files, "_QUIET_S", 0.0)
+    with files.locked(tmp_path), pytest.raises(StateError) as caught, files.locked(tmp_path, 0.2):
+        pass
+    assert caught.value.found == "another command at work there"
+    assert capsys.readouterr().err == f"waiting for another command at work in {tmp_path}\n"
+    with files.locked(tmp_path, 0.0) as alone:  # let go of by then
+        assert alone
+    assert capsys.readouterr().err == ""
 
 
 def test_the_trees_near_a_wrong_folder_are_named(world: Any) -> None:

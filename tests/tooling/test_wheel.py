@@ -23,7 +23,7 @@ import packaging
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from scripts import source, wheel
+from scripts import files, source, wheel
 from scripts.errors import ExpectationError, SourceError, StateError, TreeError, UsageError
 from scripts.manifest import load
 from scripts.overlay import load_overlay, split
@@ -549,6 +549,33 @@ def test_a_tree_that_apply_refuses_is_refused(checkout: Path, tmp_path: Path) ->
         file.write(b"# mine\n")
     with pytest.raises(StateError):
         wheel.main(arguments)
+    assert not (tmp_path / "dist").exists()
+
+
+def test_a_tree_that_changes_under_the_build_is_refused(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept out by the lock; on a file system without locks, found in the copy."""
+    from scripts.apply import apply_tree
+
+    copied, alone = wheel._copy_sources, []
+
+    def meanwhile(root: Path, dest: Path) -> None:
+        with (
+            pytest.raises(StateError, match="another command at work"),
+            files.locked(root / "megatron/core", 0.0),
+        ):
+            pass
+        alone.append(True)
+        copied(root, dest)
+        apply_tree(dest)
+
+    monkeypatch.setattr(wheel, "_copy_sources", meanwhile)
+    before = _snapshot(checkout)
+    with pytest.raises(StateError, match="another version of it"):
+        wheel.main(["--tree", str(checkout), "--out", str(tmp_path / "dist")])
+    assert alone
+    assert _snapshot(checkout) == before
     assert not (tmp_path / "dist").exists()
 
 

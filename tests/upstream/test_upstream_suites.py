@@ -103,7 +103,9 @@ def run_suite(suite: str, copy: Path, folder: Path) -> tuple[set[str], str]:
 
 
 def passed(report: Path) -> set[str]:
-    """The tests that passed, by JUnit's report."""
+    """The tests that passed, by JUnit's report; none where the process died before it wrote one."""
+    if not report.is_file():
+        return set()
     cases = ElementTree.parse(report).iter("testcase")
     return {f"{case.get('classname')}::{case.get('name')}" for case in cases if not list(case)}
 

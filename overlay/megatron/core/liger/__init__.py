@@ -8,10 +8,13 @@ environment variables, and neither imports Triton nor touches a device.
 from __future__ import annotations
 
 import os
+import sys
 
 try:
-    from . import activations as activations  # they have no class, but a switch and counters
     from . import installed, job, settings
+
+    installed.require(settings.named(os.environ))
+    from . import activations as activations  # they have no class, but a switch and counters
     from . import linear_cross_entropy as linear_cross_entropy  # the same
     from .cross_entropy import LigerMegatronCrossEntropy
     from .dispatch import FallbackError, counters, reset_counters
@@ -22,6 +25,9 @@ try:
     from .swiglu import LigerMegatronSwiGLU
     from .version import OVERLAY_VERSION
 except Exception as error:
+    # Python keeps the parts of a package that fails, and would give them to whoever asks a second time.
+    for part in [name for name in sys.modules if name.startswith(f"{__name__}.")]:
+        del sys.modules[part]
     if type(error).__module__ == f"{__name__}.settings":
         raise
     # No ImportError: upstream and what is built on it take that for a library that is not there, and go on.
@@ -44,5 +50,4 @@ __all__ = [
     "reset_counters",
 ]
 
-installed.require(settings.named(os.environ))
 job.watch()

@@ -20,6 +20,7 @@ from .dispatch import NOT_PLAIN, WATCHED, Op, is_plain, later_option, platform, 
 
 OP = Op("norms", kernel="norms.rms_norm", launches=("norm_",))
 _MODULE = OP.entry("LigerMegatronRMSNorm")
+_PROVIDER = "LocalSpecProvider.layer_norm"
 
 AUTOCAST = "under autocast"
 TRANSFORM = "under a transform of torch.func"
@@ -31,6 +32,13 @@ SHAPE = "parameters of a shape other than the norm's"
 DEVICES = "tensors on different devices"
 NO_EPS = "no eps"
 DERIVED = "a class derived from it"
+
+# Why a norm that a spec asks for its residual too gives its output alone.
+STREAMS = "fused_residual_rmsnorm with hyper-connections, whose residual is another"
+RECOMPUTED = (
+    "fused_residual_rmsnorm with a recomputed norm, where a release frees the residual with its output"
+)
+OVERLAPPED = "fused_residual_rmsnorm with overlapped experts, where a release takes an output alone"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -100,7 +108,7 @@ class _Norm(nn.Module):
     eps: Any  # None in RMSNorm: that of the input's dtype
     zero_centered_gamma = False
     sequence_parallel = False
-    returns_residual = False  # later releases ask whether a norm gives the residual too
+    returns_residual = False  # of RMSNorm, where asked for; later releases read it
 
     def __init__(
         self,
@@ -137,7 +145,7 @@ class _Norm(nn.Module):
         super().__setstate__(state)
         self._mark()  # copies of parameters lose their attributes
 
-    def _forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> Any:
         entry = OP.entry(self.built_by)
         if torch.compiler.is_compiling():
             if OP.enabled:
@@ -152,47 +160,61 @@ class _Norm(nn.Module):
             entry.fell_back(reason, x)
         return self._torch(x)
 
-    def _kernel(self, x: torch.Tensor) -> torch.Tensor:
+    def _kernel(self, x: torch.Tensor) -> Any:
         raise NotImplementedError
 
-    def _torch(self, x: torch.Tensor) -> torch.Tensor:
+    def _torch(self, x: torch.Tensor) -> Any:
         raise NotImplementedError
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, zero_centered_gamma={self.zero_centered_gamma}"
 
 
-_rms_norm: Callable[..., torch.Tensor] | None = None
+_Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_rms_norm: Callable[..., _Result] | None = None
 _layer_norm: Callable[..., torch.Tensor] | None = None
 
 
 class RMSNorm(_Norm, _TorchRMSNorm):
-    """``torch.nn.RMSNorm`` on the kernels, with zero-centred weights and sequence parallelism."""
+    """``torch.nn.RMSNorm`` on the kernels, with zero-centred weights and sequence parallelism.
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    Where ``returns_residual`` is set, it gives its input too, for the branch past it, whether a kernel runs
+    or not; the kernel's backward adds that branch's gradient to the input's before it rounds.
+    """
+
+    def forward(self, x: torch.Tensor) -> _Result:
         """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension.
 
         Args:
             x: ``[..., H]``; bfloat16, float16 or float32 for the kernel, any strides.
 
         Returns:
-            ``[..., H]``, in the dtype that ``torch.nn.RMSNorm`` gives.
+            ``[..., H]``, in the dtype that ``torch.nn.RMSNorm`` gives; with ``returns_residual`` a pair of it
+            and ``x``, which shares its memory and may be a view of it.
 
         Raises:
             FallbackError: the kernel does not serve it, and ``LIGER_MEGATRON_STRICT=1``.
             RuntimeError: ``torch.nn.RMSNorm`` does not serve it either.
         """
-        return self._forward(x, None)
+        result: _Result = self._forward(x, None)
+        return result
 
-    def _kernel(self, x: torch.Tensor) -> torch.Tensor:
+    def _kernel(self, x: torch.Tensor) -> _Result:
         global _rms_norm
         if _rms_norm is None:
             _rms_norm = OP.load()
-        return _rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered_gamma)
+        return _rms_norm(
+            x,
+            self.weight,
+            self.eps,
+            zero_centered=self.zero_centered_gamma,
+            residual=self.returns_residual,
+        )
 
-    def _torch(self, x: torch.Tensor) -> torch.Tensor:
+    def _torch(self, x: torch.Tensor) -> _Result:
         weight = self.weight + 1 if self.zero_centered_gamma else self.weight
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        out = F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return (out, x) if self.returns_residual else out
 
 
 class LayerNorm(_Norm, nn.LayerNorm):
@@ -211,7 +233,8 @@ class LayerNorm(_Norm, nn.LayerNorm):
             FallbackError: the kernel does not serve it, and ``LIGER_MEGATRON_STRICT=1``.
             RuntimeError: ``torch.nn.LayerNorm`` does not serve it either.
         """
-        return self._forward(x, self.bias)
+        result: torch.Tensor = self._forward(x, self.bias)
+        return result
 
     def _kernel(self, x: torch.Tensor) -> torch.Tensor:
         global _layer_norm
@@ -321,6 +344,55 @@ class TakenOver:
         return norm
 
 
+def provided(kind: type[Any], has_residual: bool) -> type[Any]:
+    """The class of a local spec's RMSNorms.
+
+    Args:
+        kind: upstream's.
+        has_residual: they stand at the head of a residual branch.
+
+    Returns:
+        ``kind``, or :class:`ResidualNorm`, which asks the config whether the two are fused.
+    """
+    return ResidualNorm if has_residual and OP.enabled and platform().reason is None else kind
+
+
+class ResidualNorm:
+    """Builds what ``WrappedTorchNorm`` does, with the same arguments; an RMSNorm of ours, where the config
+    has ``fused_residual_rmsnorm``, gives its residual too.
+
+    Raises:
+        FallbackError: the config asks for it, something in this release cannot take it, and
+            ``LIGER_MEGATRON_STRICT=1``.
+    """
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Any:
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        norm = WrappedTorchNorm(*arguments, **named)
+        config = named["config"] if "config" in named else arguments[0]
+        if isinstance(norm, RMSNorm) and getattr(config, "fused_residual_rmsnorm", False):
+            reason = _not_taken(config)
+            norm.returns_residual = reason is None
+            if reason is not None:
+                OP.entry(_PROVIDER).declined(reason)
+        return norm
+
+
+def _not_taken(config: Any) -> str | None:
+    """Why something in this release and config cannot take a norm's residual, or None."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    if getattr(config, "enable_mhc_connections", False):
+        return STREAMS
+    # Later releases, which have this option, do both.
+    if "retain_input_tensors" in inspect.signature(CheckpointWithoutOutput).parameters:
+        return None
+    if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
+        return RECOMPUTED
+    return OVERLAPPED if getattr(config, "overlap_moe_expert_parallel_comm", False) else None
+
+
 def final_norm(spec: Any, upstream: Any) -> Any:
     """The class of the norm after the last layer, for a block that is made of one layer's spec.
 
@@ -342,6 +414,7 @@ def final_norm(spec: Any, upstream: Any) -> Any:
     submodules = getattr(spec, "submodules", None)
     places = [getattr(submodules, name, None) for name in ("pre_mlp_layernorm", "input_layernorm")]
     norms = [norm for norm in places if norm not in (None, IdentityOp)]
+    norms = [WrappedTorchNorm if norm is ResidualNorm else norm for norm in norms]
     return norms[0] if norms and all(norm in local for norm in norms) else upstream
 
 
