@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import stat
 import threading
@@ -21,6 +22,7 @@ from scripts import tree as trees
 from scripts.apply import caveat
 from scripts.errors import StateError, TreeError, UsageError
 from scripts.overlay import MARK, PACKAGE, RECORD
+from scripts.record import dump
 from scripts.tree import TEMPORARY, Tree
 from scripts.verify import select_ops
 
@@ -90,6 +92,22 @@ def test_a_patched_wheels_name_alone_is_nothing_to_revert(installed: Any) -> Non
     assert not planned.changes
     assert left == []
     assert installed.snapshot() == before
+
+
+def test_a_patched_wheel_is_left_as_it_is_where_only_the_commit_differs(installed: Any) -> None:
+    """And refused where a file does: its own uninstall is the way back."""
+    installed.apply()
+    folder = installed.path(RECORD_FILE).parent
+    folder.rename(folder.with_name("megatron_core-1.0+liger.1.dist-info"))
+    document = json.loads(installed.path(RECORD).read_bytes())
+    installed.path(RECORD).write_bytes(dump({**document, "commit": "1" * 40}))
+    before = installed.snapshot()
+    installed.apply()
+    assert installed.snapshot() == before
+    installed.path(ALPHA).write_bytes(installed.upstream[ALPHA])
+    error = refused(installed, installed.apply, StateError)
+    assert error.found == "the patched wheel, which is overlaid as it is"
+    refused(installed, installed.revert, StateError)
 
 
 def test_lines_in_an_installed_record_are_all_that_is_left(installed: Any) -> None:

@@ -213,6 +213,7 @@ def test_a_tree_that_cannot_be_listed(new_world: Callable[..., Any], open_folder
     error = as_nobody(world.apply)
     world.path("megatron/core").chmod(0o755)
     assert isinstance(error, TreeError)
+    assert (error.file, error.expected) == ("megatron/core", "a folder that can be read")
 
 
 def test_a_file_that_cannot_be_read(new_world: Callable[..., Any], open_folder: Path) -> None:
