@@ -677,14 +677,15 @@ class CrossEntropyFunction(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: Options) -> torch.Tensor:
         ctx.options = options
         ctx.in_place = False
+        given = target
+        # A copy: a caller may reuse the labels' memory before the backward.
+        target = target.clone(memory_format=torch.contiguous_format)
         if logits.numel() == 0:
             ctx.save_for_backward(logits, target, None)
             return torch.empty(target.shape, dtype=torch.float32, device=logits.device)
         tokens, strides = _as_tokens(logits, target.dim())
         if options.in_place and tokens is logits:
-            ctx.in_place = may_overwrite(logits, target)
-        # A copy: a caller may reuse the labels' memory before the backward.
-        target = target.clone(memory_format=torch.contiguous_format)
+            ctx.in_place = may_overwrite(logits, given)
         loss, statistics = _forward(tokens, strides, target, options)
         ctx.save_for_backward(tokens, target, statistics)
         return loss

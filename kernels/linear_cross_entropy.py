@@ -259,13 +259,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.plan, ctx.kept = plan, None
         loss = torch.empty(target.shape, dtype=torch.float32, device=hidden.device)
+        # A copy: a caller may reuse the labels' memory before the backward.
+        labels = target.flatten().clone()
         if target.numel() == 0:
-            ctx.save_for_backward(hidden, weight, target, None)
+            ctx.save_for_backward(hidden, weight, labels, None)
             return loss
         options, tiling, rows = plan.options, plan.tiling, target.numel()
         x = _tokens(_gather(hidden, options) if plan.sequence_parallel else hidden)
-        # A copy: a caller may reuse the labels' memory before the backward.
-        labels = target.flatten().clone()
         statistics = torch.empty((rows, 2), dtype=torch.float32, device=x.device)
         buffer = torch.empty((rows, tiling.width), dtype=x.dtype, device=x.device)
         strides = (0, tiling.width)

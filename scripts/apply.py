@@ -288,6 +288,10 @@ def _build(
             require_folder(dest.parent)
             dest.parent.mkdir(parents=True, exist_ok=True)
         with locked(dest.parent) as alone:
+            prefix = f".{dest.name}.liger-overlay-"
+            # Of a run that was killed: the lock keeps live ones out.
+            for stale in dest.parent.glob(f"{prefix}????????") if alone else ():
+                rmtree(stale, ignore_errors=True)
             if _holds(dest, expected):
                 return Built(
                     planned, "as before, modes put right" if _set_modes(dest, expected) else "as before"
@@ -295,10 +299,6 @@ def _build(
             _require_ours(dest, expected, upstream)
             _require_deletable(dest)
             word = "built anew: it was not what it should be" if dest.exists() else "new"
-            prefix = f".{dest.name}.liger-overlay-"
-            # Of a run that was killed: the lock keeps live ones out.
-            for stale in dest.parent.glob(f"{prefix}????????") if alone else ():
-                rmtree(stale, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=dest.parent, prefix=prefix) as folder:
                 fresh = Path(folder) / "tree"
                 source.write_files(fresh, ((path, mode, data) for path, (mode, data) in expected.items()))

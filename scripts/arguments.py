@@ -22,11 +22,12 @@ def is_wheel(release: str | None) -> bool:
 
 
 def path(value: str) -> Path:
-    """A path; ``~`` is expanded here too, since a shell leaves it alone in ``--tree=~/x``.
+    """A path; a ``~`` it begins with is expanded here too, since a shell leaves it alone in ``--tree=~/x``.
 
     Raises UsageError.
     """
     try:
-        return Path(text(value)).expanduser()
+        given = Path(text(value))
+        return given.expanduser() if value.startswith("~") else given  # ./~ is a folder of that name
     except RuntimeError as error:
         raise UsageError("command line", "a path", f"{value} ({error})", "write the path in full") from None

@@ -11,6 +11,7 @@ from pathlib import Path
 from scripts.errors import SourceError, StateError, TreeError
 from scripts.manifest import Manifest
 from scripts.overlay import sha256
+from scripts.source import require_plain
 from scripts.tree import INIT, Tree
 from scripts.wheelpack import Wheel, read_wheel
 
@@ -27,6 +28,7 @@ class Packed(Tree):
         """The wheel at ``path``. Raises SourceError for a file that is none, or that does not agree with its
         own RECORD; TreeError for one without Megatron-Core.
         """
+        require_plain(path)
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -74,8 +76,9 @@ if parent is not None and parent.submodule_search_locations is not None:
             break
     roots = (os.path.dirname(os.path.realpath(folder)) for folder in folders)
     found += [r for r in roots if os.path.isfile(os.path.join(r, "megatron", "core", "__init__.py"))]
-print(json.dumps(found))
+print({answer!r} + json.dumps(found))
 """
+_ANSWER = "liger overlay: "
 
 
 def imported(environment: Path) -> tuple[Tree, list[str]]:
@@ -87,7 +90,7 @@ def imported(environment: Path) -> tuple[Tree, list[str]]:
     python = environment / "bin" / "python" if environment.is_dir() else environment
     expected = "a Python, or the folder of its environment"
     try:
-        command = [str(python), "-W", "ignore", "-c", _FINDER]
+        command = [str(python), "-W", "ignore", "-c", _FINDER.replace("{answer!r}", repr(_ANSWER))]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:
         found = getattr(error, "strerror", None) or type(error).__name__
@@ -95,7 +98,12 @@ def imported(environment: Path) -> tuple[Tree, list[str]]:
     if done.returncode:
         found = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise TreeError(python, expected, found, "give the Python that runs the job")
-    roots = list(dict.fromkeys(json.loads(done.stdout.splitlines()[-1])))
+    try:  # a line of its own among what an environment's start and end may print
+        (answer,) = (line for line in done.stdout.splitlines() if line.startswith(_ANSWER))
+        roots = list(dict.fromkeys(json.loads(answer.removeprefix(_ANSWER))))
+    except ValueError:
+        remedy = "give the Python that runs the job"
+        raise TreeError(python, expected, "a program that is no Python", remedy) from None
     if not roots:
         remedy = "install megatron-core there, or set PYTHONPATH as for the job"
         raise TreeError(python, "a Python that finds megatron.core", "one that finds none", remedy)

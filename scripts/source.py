@@ -105,6 +105,7 @@ def take(wheel: Path, manifest: Manifest, cache: Path | None = None) -> tuple[Re
     not pinned or cannot be read, TreeError when the cache cannot be written.
     """
     cache = CACHE if cache is None else cache
+    require_plain(wheel)
     try:
         found = digest(wheel)
     except OSError as error:
@@ -128,6 +129,12 @@ def take(wheel: Path, manifest: Manifest, cache: Path | None = None) -> tuple[Re
                     raise SourceError(wheel, f"sha256 {pin.sha256}", found, remedy)
                 os.replace(copy, cache / pin.filename)
     return release, pin
+
+
+def require_plain(path: Path) -> None:
+    """Raise SourceError for what never ends or never begins: a device, a pipe."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise SourceError(path, "a plain file", "a device, a pipe or a socket", "give the path of a file")
 
 
 def _sweep(cache: Path, alone: bool) -> None:

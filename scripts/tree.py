@@ -263,7 +263,10 @@ class Tree:
 
     def says(self) -> str | None:
         """The version that the tree's ``package_info.py`` claims; nothing is decided by it."""
-        text = (self.read("megatron/core/package_info.py") or b"").decode(errors="replace")
+        try:
+            text = (self.read("megatron/core/package_info.py") or b"").decode(errors="replace")
+        except TreeError:  # a link, say: nothing is decided by it
+            return None
         parts = [re.search(rf"^{name} = (\d+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]
         label = re.search(r"^PRE_RELEASE = ['\"]([^'\"]*)", text, re.MULTILINE)
         if not all(parts):
@@ -308,7 +311,8 @@ def _below(root: Path) -> list[str]:
                     looked += 1
                     if looked > _LOOK_AT:
                         return found
-                    if entry.is_dir(follow_symlinks=False):
+                    # A package cache is no tree of anybody's: environments share what is in it.
+                    if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("archive-v"):
                         deeper.append(Path(entry.path))
         for folder in sorted(deeper):
             with suppress(OSError):

@@ -163,9 +163,11 @@ def _upstream(read: Read, file: TouchedFile, overlay: Overlay) -> FileState:
         return FileState(file.path, file.action, file.op, MISSING, None)
     found = split(data)
     base = data if found is None else found.base
+    # The pins say of which op a file is; the marker, which no hash covers, may be another overlay's.
+    op = file.op or (found.op if found else "")
     if found is not None and not found.intact:
         base_or_none = found.base if found.base_intact else None
-        return FileState(file.path, file.action, found.op, EDITED, data, base_or_none, version=found.version)
+        return FileState(file.path, file.action, op, EDITED, data, base_or_none, version=found.version)
     variant = file.variant(sha256(base))
     if found is None:
         # A formatter has broken the marker line, say, or a merge has lost what stands from it on.
@@ -175,8 +177,8 @@ def _upstream(read: Read, file: TouchedFile, overlay: Overlay) -> FileState:
         if variant is not None:
             verdict = PRISTINE if variant.has_entries else ABSENT
         return FileState(file.path, file.action, file.op, verdict, data, base, variant)
-    current = data == overlay.over(file.path, base, found.op)
-    return FileState(file.path, file.action, found.op, OVERLAID, data, base, variant, found.version, current)
+    current = data == overlay.over(file.path, base, op)
+    return FileState(file.path, file.action, op, OVERLAID, data, base, variant, found.version, current)
 
 
 def _refers(data: bytes) -> bool:

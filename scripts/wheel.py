@@ -180,7 +180,10 @@ def _copy_sources(root: Path, dest: Path) -> None:
 
     def ignore(folder: str, names: list[str]) -> set[str]:
         ours = {PACKAGE.rsplit("/", 1)[1]} if Path(folder) == (root / PACKAGE).parent else set()
-        return shutil.ignore_patterns(*_LEFTOVERS)(folder, names) | ours
+        here = Path(folder).resolve()
+        # Links back to a folder around them, which a copy would follow for ever.
+        loops = {n for n in names if (here / n).is_symlink() and here.is_relative_to((here / n).resolve())}
+        return shutil.ignore_patterns(*_LEFTOVERS)(folder, names) | ours | loops
 
     dest.mkdir()
     for item in root.iterdir():

@@ -52,8 +52,9 @@ class Op:
 
     def fewest_bytes(self, mode: str, shape: Shape, element_size: int) -> int:
         """The bytes that ``mode`` must move for ``shape``."""
-        of = {part: sum(getattr(self, part)) * element_size + self.stored for part in ("forward", "backward")}
-        return (sum(of.values()) if mode == "full" else of[mode]) * shape[0] * shape[1]
+        parts = {"forward": [self.forward], "backward": [self.backward]}
+        units = parts.get(mode) or [self.forward, self.backward]
+        return sum(sum(part) * element_size + self.stored for part in units) * shape[0] * shape[1]
 
     def products_of(self, mode: str) -> int:
         """The matrix products of ``mode``."""

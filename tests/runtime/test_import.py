@@ -91,6 +91,18 @@ def remove_init(package: Path) -> None:
     (package / "__init__.py").unlink()
 
 
+def empty_init(package: Path) -> None:
+    (package / "__init__.py").write_text("", encoding="utf-8")
+
+
+def empty_activations(package: Path) -> None:
+    (package / "activations.py").write_text("", encoding="utf-8")
+
+
+def empty_job(package: Path) -> None:
+    (package / "job.py").write_text("", encoding="utf-8")
+
+
 def spoil(package: Path) -> None:
     (package / "dispatch.py").write_text("import a_module_that_nobody_has\n", encoding="utf-8")
 
@@ -117,6 +129,9 @@ DAMAGED = ("RuntimeError: the liger overlay in ", "/megatron/core/liger cannot b
         (remove, ("ModuleNotFoundError: No module named 'megatron.core.liger'",)),
         (remove_a_module, (*DAMAGED, "megatron.core.liger.swiglu")),
         (remove_init, ("RuntimeError: the liger overlay in ", "/liger has lost its __init__.py")),
+        (empty_init, ("RuntimeError: the liger overlay in ", "/liger has lost its __init__.py")),
+        (empty_activations, (*DAMAGED, "cannot import name 'GEGLU'")),
+        (empty_job, (*DAMAGED, "AttributeError")),
         (spoil, (*DAMAGED, "a_module_that_nobody_has", "revert it")),
         (cut_short, (*DAMAGED, "IndentationError", "norms.py")),
         (mix, (*DAMAGED, "ImportError: cannot import name 'LABEL_SMOOTHING'")),
@@ -185,9 +200,17 @@ import megatron.core.models.gpt
     assert "RuntimeError: the liger overlay in " in done.stderr.splitlines()[-1]
 
 
-def test_kernels_that_cannot_be_imported(python: Python, copy: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "data", "words"),
+    [("launches.py", None, "No module named"), ("gated.py", b"", "has no attribute 'swiglu'")],
+    ids=["missing", "empty"],
+)
+def test_kernels_that_cannot_be_imported(
+    python: Python, copy: Path, module: str, data: bytes | None, words: str
+) -> None:
     """Said at the first call, which runs nothing; an op that is off misses nothing."""
-    (copy / "megatron/core/liger/kernels/launches.py").unlink()
+    path = copy / "megatron/core/liger/kernels" / module
+    path.unlink() if data is None else path.write_bytes(data)
     code = f"""
 import torch
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
@@ -202,7 +225,7 @@ bias_swiglu_impl(torch.ones(2, 8, device={DEVICE}), None)
     assert "went on" in done.stdout
     last = done.stderr.splitlines()[-1]
     assert last.startswith("RuntimeError: swiglu: the liger overlay's kernels in ")
-    assert "No module named" in last
+    assert words in last
     assert "LIGER_MEGATRON=-swiglu" in last
 
 

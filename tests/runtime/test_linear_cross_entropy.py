@@ -335,6 +335,7 @@ def _functions() -> dict[str, tuple[Any, str, str]]:
     """What users replace at run time, not on one model but for all: the holder, the name, the reason."""
     from megatron.core import tensor_parallel
     from megatron.core.models.common.language_module import language_module
+    from megatron.core.tensor_parallel import layers
 
     loss = "compute_language_model_loss"
     return {
@@ -342,10 +343,20 @@ def _functions() -> dict[str, tuple[Any, str, str]]:
         "the loss": (tensor_parallel, "vocab_parallel_cross_entropy", "LOSS"),
         "the fused loss": (language_module, "fused_vocab_parallel_cross_entropy", "LOSS"),
         "the layer's forward": (tensor_parallel.ColumnParallelLinear, "forward", "LAYER"),
+        "the product": (layers, "linear_with_grad_accumulation_and_async_allreduce", "PRODUCT"),
+        "a frozen product": (layers, "linear_with_frozen_weight", "PRODUCT"),
+        "its forward": (layers.LinearWithGradAccumulationAndAsyncCommunication, "forward", "PRODUCT"),
+        "its backward": (layers.LinearWithFrozenWeight, "backward", "PRODUCT"),
     }
 
 
-@pytest.mark.parametrize("kind", ["the loss's method", "the loss", "the fused loss", "the layer's forward"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "the loss's method", "the loss", "the fused loss", "the layer's forward", "the product",
+        "a frozen product", "its forward", "its backward",
+    ],
+)  # fmt: skip
 def test_what_somebody_replaced_is_not_passed_over(
     kind: str, call: Any, linear: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,6 +401,31 @@ def test_under_autocast_and_transforms(call: Any, linear: ModuleType) -> None:
 
     torch.func.vmap(f)(torch.zeros(2))
     assert found == [linear.TRANSFORM]
+
+
+def test_batch_invariant_products_are_upstreams(
+    call: Any, linear: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer.custom_layers import batch_invariant_kernels
+
+    assert linear.unserved(call, 1) is None
+    monkeypatch.setattr(batch_invariant_kernels, "_batch_invariant_MODE", True)
+    assert linear.unserved(call, 1) == linear.BATCH_INVARIANT
+
+
+@pytest.mark.parametrize("release_has_it", [False, True])
+def test_a_scale_that_the_release_does_not_know(
+    call: Any, linear: ModuleType, release_has_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration may say more than a release without MuP reads."""
+    model = call.compute.__self__
+    plain = linear.model_loss(model, call.hidden, None, call.labels, None)
+    model.config.use_mup, model.config.mup_output_mult = True, 0.25
+    if release_has_it:
+        monkeypatch.setattr(type(model), "_scale_logits", lambda self, logits: logits * 0.25, raising=False)
+        monkeypatch.setattr(linear, "unserved", lambda call, ranks: None)
+    scaled = linear.model_loss(model, call.hidden, None, call.labels, None)
+    assert torch.equal(plain, scaled) != release_has_it
 
 
 def test_hooks_on_every_module_count(call: Any, linear: ModuleType) -> None:

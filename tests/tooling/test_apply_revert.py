@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts import apply as cli_apply
 from scripts import files
 from scripts import tree as tree_module
 from scripts.errors import OverlayError, StateError, TreeError, UsageError
 from scripts.overlay import PACKAGE, RECORD, extend
-from scripts.verify import plan
+from scripts.verify import OVERLAID, inspect, plan
 
 ALPHA = "megatron/core/fusions/alpha.py"
 BETA = "megatron/core/fusions/beta.py"
@@ -481,6 +482,44 @@ def test_a_file_that_is_a_link(world: Any, tmp_path: Path) -> None:
     assert "--link-mode copy" in caught.value.remedy
     assert "the folder that the link leads into" not in caught.value.remedy
     assert shared.read_bytes() == before
+
+
+def test_a_package_info_that_is_a_link_decides_nothing(world: Any, tmp_path: Path) -> None:
+    info = world.path("megatron/core/package_info.py")
+    info.rename(tmp_path / "elsewhere.py")
+    info.symlink_to(tmp_path / "elsewhere.py")
+    assert world.tree.says() is None
+    assert cli_apply.caveat(world.tree, ("1.0",)).endswith("does not make the tree a release")
+
+
+def test_a_package_cache_is_no_remedy(tmp_path: Path) -> None:
+    for folder in ("archive-v0/abc", "mine"):
+        core = tmp_path / "cache" / folder / "megatron" / "core"
+        core.mkdir(parents=True)
+        (core / "__init__.py").write_bytes(b"")
+    with pytest.raises(TreeError) as caught:
+        tree_module.Tree.locate(tmp_path)
+    assert caught.value.remedy == f"use --tree {tmp_path / 'cache' / 'mine'}"
+
+
+@pytest.mark.parametrize("ops", [(), ("alpha",), ("beta",), ("alpha", "beta")])
+def test_the_pins_say_of_which_op_a_file_is(world: Any, new_world: Any, ops: tuple[str, ...]) -> None:
+    """Not the marker line, which somebody, or another version of the overlay, may have written otherwise."""
+    world.apply(*ops)
+    wanted = world.snapshot()
+    world.revert()
+    pristine = world.snapshot()
+    world.apply()
+    path = world.path(ALPHA)
+    assert path.read_bytes().count(b"(op alpha)") == 1
+    path.write_bytes(path.read_bytes().replace(b"(op alpha)", b"(op beta)"))
+    (state,) = (f for f in inspect(world.tree.read, world.manifest, world.overlay).files if f.path == ALPHA)
+    assert (state.op, state.verdict, state.current) == ("alpha", OVERLAID, False)
+    world.apply(*ops)
+    assert world.snapshot() == wanted
+    path.write_bytes(path.read_bytes().replace(b"(op alpha)", b"(op beta)"))
+    world.revert()
+    assert world.snapshot() == pristine
 
 
 def test_a_command_that_waits_says_so(

@@ -16,7 +16,7 @@ import pytest
 
 import scripts
 from scripts import __main__ as cli
-from scripts import apply
+from scripts import apply, arguments
 from scripts.manifest import load
 from scripts.overlay import PACKAGE, RECORD, load_overlay
 from scripts.verify import select_ops
@@ -85,6 +85,9 @@ def test_apply_rebuilds_what_is_not_as_it_should_be(
     (build / RECORD).unlink()
     assert cli.main(["apply", "megatron==0.16.1"]) == 0
     assert take_snapshot(build) == expected
+    assert not killed.exists()
+    killed.mkdir()  # by a run that was killed once the tree was whole
+    assert cli.main(["apply", "megatron==0.16.1"]) == 0
     assert not killed.exists()
 
 
@@ -294,6 +297,12 @@ def test_an_empty_value_is_never_a_default(
     assert cli.main(words) == 2
     error = capsys.readouterr().err
     assert [text.split(":")[0] for text in error.splitlines()] == ["file", "expected", "found", "remedy"]
+
+
+def test_a_folder_called_as_the_home_folder_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert arguments.path("~/x") == tmp_path / "x"
+    assert [str(arguments.path(given)) for given in ("./~", "./~/x", "x/~")] == ["~", "~/x", "x/~"]
 
 
 @pytest.mark.parametrize("form", [["--tree", "~/unpacked"], ["--tree=~/unpacked"]])

@@ -197,6 +197,30 @@ def test_an_environment_without_megatron_core_or_python(
     (tmp_path / "python").write_text("#!/bin/sh\necho broken >&2; exit 3\n")
     (tmp_path / "python").chmod(0o755)
     assert "broken" in said(capsys, "status", "--environment", tmp_path / "python", code=5)
+    for program in ("/bin/true", "/bin/echo"):
+        assert "a program that is no Python" in said(capsys, "status", "--environment", program, code=5)
+
+
+def test_an_environment_that_prints(
+    environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(environment, tmp_path / "copy", symlinks=True))
+    (packages,) = copy.glob("lib/python*/site-packages")
+    (packages / "sitecustomize.py").write_text(
+        "import atexit; print('hello'); atexit.register(print, 'bye')\n"
+    )
+    text = said(capsys, "status", "--environment", copy, "--expect", "overlaid")
+    assert text.startswith(f"{packages}: overlaid, version 1, ops ")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("command", [("apply",), ("wheel",), ("status", "--wheel")])
+def test_what_is_no_plain_file_is_not_waited_for(
+    command: tuple[str, ...], kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "given.whl"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    assert "a device, a pipe or a socket" in said(capsys, *command, path, code=4)
 
 
 @pytest.mark.parametrize("command", ["apply", "wheel"])

@@ -552,6 +552,15 @@ def test_a_tree_that_apply_refuses_is_refused(checkout: Path, tmp_path: Path) ->
     assert not (tmp_path / "dist").exists()
 
 
+def test_links_in_a_circle_are_not_followed(checkout: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (checkout / "megatron" / name).symlink_to(checkout)
+    (checkout / "megatron" / "core" / "up").symlink_to("..")
+    wheel._copy_sources(checkout, tmp_path / "copy")
+    assert (tmp_path / "copy" / TOUCHED).is_file()
+    assert not [p for p in (tmp_path / "copy").rglob("*") if p.name in ("a", "b", "up")]
+
+
 def test_a_tree_that_changes_under_the_build_is_refused(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,8 +21,9 @@ import torch
 from .settings import ON_REQUEST, SETTINGS, STRICT, SWITCH
 from .settings import OPS as NAMES
 
-if getattr(sys.modules[__package__], "__file__", None) is None:
-    # Python takes a folder without it for a package all the same, and half of this one would run.
+if not hasattr(sys.modules[__package__], "__all__"):
+    # Python takes a folder without it, or with an empty one, for a package all the same, and half of this one
+    # would run.
     raise RuntimeError(
         f"the liger overlay in {os.path.dirname(__file__)} has lost its __init__.py. Lay it over this tree "
         "again, revert it, or install the wheel again"
@@ -172,13 +173,13 @@ class Op:
         module, name = self._kernel.rsplit(".", 1)
         try:
             found = importlib.import_module(f".kernels.{module}", __package__)
+            function: Callable[..., Any] = getattr(found, other or name)
         except Exception as error:
             raise RuntimeError(
                 f"{self.name}: the liger overlay's kernels in {os.path.dirname(__file__)} cannot be imported "
                 f"({type(error).__name__}: {error}). Lay it over this tree again, revert it, install the "
                 f"wheel again, or switch the op off with {SWITCH}=-{self.name}"
             ) from error
-        function: Callable[..., Any] = getattr(found, other or name)
         return function
 
     def entry(self, name: str) -> Entry:

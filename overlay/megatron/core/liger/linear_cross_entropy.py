@@ -28,7 +28,9 @@ SCALE = "logits scaled otherwise than by a factor"
 TE = "the loss is TransformerEngine's by configuration"
 LOGGED = "logits that the configuration's logger writes"
 READ = "logits that acceptance counts read"
+BATCH_INVARIANT = "batch-invariant mode, whose products are others"
 LAYER = "an output layer that is no plain ColumnParallelLinear"
+PRODUCT = "a matrix product of the output layer that somebody has replaced"
 HOOKS = "hooks on the output layer"
 DEFERRED = "the weight's gradient is deferred (defer_embedding_wgrad_compute)"
 BIAS = "an output layer with a bias"
@@ -43,6 +45,11 @@ SHAPES = "hidden state, weight and labels whose shapes do not fit"
 MAIN_GRAD = "gradient accumulation fusion without a main_grad of float32 or the weight's dtype"
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INVARIANT = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+# What a ColumnParallelLinear multiplies with.
+_PRODUCTS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
+_AUTOCAST = "torch.amp.autocast_mode"
+_PRODUCT_CLASSES = ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight")
 # Waits for a parameter that is being gathered, and gives nothing back: it can run before the kernel, too.
 _WAITS = "megatron.core.distributed.distributed_data_parallel"
 
@@ -132,6 +139,23 @@ def _loss_is_upstreams(model: Any) -> bool:
     )
 
 
+def _products_are_upstreams(layers: Any) -> bool:
+    """Whether the module of the output layer has the matrix products that upstream wrote."""
+    functions = [getattr(layers, name) for name in _PRODUCTS]
+    for name in _PRODUCT_CLASSES:
+        for way in ("forward", "backward"):
+            function = getattr(getattr(layers, name), way)
+            while _written_in(function, _AUTOCAST):  # upstream's own decorators
+                function = function.__wrapped__
+            functions.append(function)
+    return all(_written_in(function, layers.__name__) for function in functions)
+
+
+def _batch_invariant() -> bool:
+    module = sys.modules.get(_INVARIANT)
+    return module is not None and bool(module.is_batch_invariant_mode_enabled())
+
+
 def unserved(call: Call, ranks_sharing: int) -> str | None:
     """Why no kernel serves a call, as a short fixed text, or None when one does.
 
@@ -158,6 +182,8 @@ def _of_model(call: Call) -> str | None:
     config = model.config
     if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl != "native":
         return TE
+    if _batch_invariant():
+        return BATCH_INVARIANT
     return LOGGED if has_config_logger_enabled(config) else None
 
 
@@ -170,6 +196,8 @@ def _of_layer(call: Call, ranks_sharing: int) -> str | None:
         return LAYER
     if getattr(layer, "explicit_expert_comm", False):
         return LAYER
+    if not _products_are_upstreams(sys.modules[linear.__module__]):
+        return PRODUCT
     if _hooked(layer):
         return HOOKS
     if getattr(layer.config, "defer_embedding_wgrad_compute", False):
@@ -301,7 +329,9 @@ def model_loss(
         _MODEL.traced()
         return None
     config = model.config
-    scale = float(config.mup_output_mult) if getattr(config, "use_mup", False) else 1.0
+    # A release without MuP passes over what a configuration says of it.
+    scaled = getattr(config, "use_mup", False) and hasattr(model, "_scale_logits")
+    scale = float(config.mup_output_mult) if scaled else 1.0
     compute = model.compute_language_model_loss
     call = Call(model.output_layer, hidden, weight, labels, gather, compute, scale)
     reason, group = decide(call)

@@ -74,7 +74,7 @@ def fingerprint(op: str, runs: str) -> dict[str, str]:
         STRICT: str(int(SETTINGS.strict)),
         CHECK_LABELS: str(int(SETTINGS.check_labels)),
         LABEL_SMOOTHING: SETTINGS.label_smoothing,
-        LINEAR_CE_MB: f"{SETTINGS.linear_ce_mb:g}",
+        LINEAR_CE_MB: repr(SETTINGS.linear_ce_mb),
         op: runs,
     }
 
