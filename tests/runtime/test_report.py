@@ -188,6 +188,23 @@ def test_problems(
     assert (problem or "") in "".join(found)
 
 
+def test_a_tree_that_was_overlaid_and_changed_is_not_overlaid(
+    report: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    core = tmp_path / "megatron/core"
+    (core / "liger").mkdir(parents=True)
+    monkeypatch.setattr(report, "core_of_script", lambda script: core)
+    assert report._script(Path("x.py"))["overlaid"] is False  # no record
+    added = {"action": "add", "op": None, "before": None, "after": hashlib.sha256(b"ours").hexdigest()}
+    document = {"overlay": 1, "files": {"x.py": added, "y.py": added}}
+    (core / "liger/overlay.json").write_text(json.dumps(document), encoding="utf-8")
+    for data, overlaid in ((b"ours", True), (b"mine", False)):
+        (tmp_path / "x.py").write_bytes(b"ours")
+        (tmp_path / "y.py").write_bytes(data)
+        found = report._script(Path("x.py"))
+        assert (found["overlaid"], found["overlay"], found["this"]) == (overlaid, 1, False)
+
+
 def test_every_file_that_is_not_right_is_a_problem(report: ModuleType) -> None:
     states = ("installed", "changed", "installed", "not installed")
     files = {f"{i}.py": {"state": state, "found": i, "expected": "e"} for i, state in enumerate(states)}
