@@ -122,13 +122,12 @@ def apply_tree(
     return planned
 
 
-def apply_plan(root: Path | Tree, planned: Plan) -> bool:
+def apply_plan(tree: Tree, planned: Plan) -> bool:
     """Carry a plan out on the tree that it was made from; returns whether anything changed.
 
     Raises TreeError for a tree that may not be written and StateError for an installed patched wheel, both
     before the first write; OSError when the disk fails in between, after which apply and revert complete.
     """
-    tree = root if isinstance(root, Tree) else Tree(root)
     work = prepare(tree, planned)
     if not work.changes:
         return False
@@ -366,8 +365,7 @@ def _raise(error: OSError) -> None:
 def _require_ours(dest: Path, expected: Files, upstream: Files) -> None:
     """Raise StateError if ``dest`` holds anything that no run wrote: building it anew would lose that.
 
-    What an earlier overlay or another wheel of the release wrote is known by the hashes of its RECORD and of
-    the overlay's record that RECORD lists.
+    What an earlier overlay or another wheel of the release wrote is known by the hashes of its RECORD.
     """
     if not os.path.lexists(dest):
         return
@@ -378,17 +376,12 @@ def _require_ours(dest: Path, expected: Files, upstream: Files) -> None:
     tree = Tree(dest)
     installed = tree.installed_record()
     listing = (tree.read(installed) if installed else None) or b""
-    document = tree.read(RECORD)
     rows = installs.rows(listing)
-    recorded = document is not None and rows.get(RECORD) == installs.digest(document)
-    record = read_record(document) if recorded else None
-    known = record.known() if record else {}
     for path in _files(dest):
         file = dest / path
         data = file.read_bytes() if stat.S_ISREG(file.lstat().st_mode) else None
         ours = data is not None and (
             data in (files[path][1] for files in (expected, upstream) if path in files)
-            or sha256(data) in known.get(path, ())
             or rows.get(path) == installs.digest(data)
             or (path == installed and installs.complete(data, path))
         )

@@ -98,7 +98,7 @@ def _upstreams_hash(file: FileState, state: State) -> str | None:
 
 def _upstreams(file: FileState, digest: str | None, manifest: Manifest, cache: Path | None) -> bytes | None:
     """Upstream's bytes of a file: recovered from it, else from a pinned wheel in the cache."""
-    if file.base is not None and (file.verdict == OVERLAID or sha256(file.base) == digest):
+    if file.base is not None and sha256(file.base) == digest:
         return file.base
     for version in _releases(manifest, file.path, digest):
         for pin in manifest.releases[version].wheels:
@@ -123,7 +123,7 @@ def _expected(file: FileState, base: bytes | None, overlay: Overlay) -> bytes | 
     """What the overlay writes there, where it is this one; None where it writes nothing, or is another."""
     if base is None:
         return overlay.added.get(file.path)
-    if file.op is None or file.version not in (None, overlay.version) or not overlay.changes(file.path):
+    if file.op is None or file.version not in (None, overlay.version):
         return None
     return overlay.over(file.path, base, file.op)
 

@@ -58,8 +58,6 @@ def working(where: object, again: str = _AGAIN) -> Iterator[None]:
     """Turn an error of the operating system into a refusal. Raises TreeError."""
     try:
         yield
-    except BrokenPipeError:  # whoever read our output has left: that is no fault of a file
-        raise
     except OSError as error:
         raise failed(error, where, again) from error
 

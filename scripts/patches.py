@@ -241,7 +241,7 @@ def _hunks(rows: Sequence[bytes], at: int) -> tuple[tuple[Hunk, ...], int]:
                 )
             at += count
         hunk = Hunk(old, sides[0], new, sides[1])
-        if not any(sides) or sides[0] == sides[1]:
+        if sides[0] == sides[1]:
             raise MalformedError(top, "a hunk that changes something", _shown(head[0]))
         if found and old - bool(sides[0]) < found[-1].old - bool(found[-1].removed) + len(found[-1].removed):
             raise MalformedError(top, "hunks in order, none inside another", _shown(head[0]))

@@ -275,15 +275,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace, device: str, gpus: int) -> Options:
-    tp = arguments.tp
-    ranks = arguments.nproc or max(tp, (gpus // tp) * tp if device == "cuda" else 2)
+    tp, ranks = arguments.tp, arguments.nproc
+    if ranks is None and tp > 0:
+        ranks = max(tp, gpus // tp * tp if device == "cuda" else 2)
     sizes = ON_CPU if device != "cuda" else TIMED_ON_GPU if arguments.compare else ON_GPU
     iterations = arguments.iterations if arguments.iterations is not None else 20 if arguments.compare else 5
     groups = sizes.groups
     wrong = None
-    if tp < 1 or ranks % tp:
+    if tp < 1 or ranks < 1 or ranks % tp:
         wrong = (
-            f"--tp {tp} --nproc {ranks}",
+            f"--tp {tp}" if ranks is None else f"--tp {tp} --nproc {ranks}",
             "a multiple of --tp ranks",
             "give --nproc as a multiple of --tp",
         )

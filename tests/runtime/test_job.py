@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -94,6 +95,156 @@ torch.distributed.init_process_group("fake", rank=3, world_size=4, store=FakeSto
     assert lines(python(code=code, **KERNELS, RANK="0", WORLD_SIZE="4").stdout) == []
     code = code.replace("rank=3", "rank=0")
     assert len(lines(python(code=code, **KERNELS, RANK="3", WORLD_SIZE="4").stdout)) == 2
+
+
+def test_counts_of_a_device_that_cannot_be_asked(liger: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not read is said, a zero is not, and an error of the device stops no line."""
+    job = importlib.import_module("megatron.core.liger.job")
+    op = sys.modules["megatron.core.liger.dispatch"].OPS["cross_entropy"]
+    counts: dict[str, int | None] = {"wrong labels": 3, "others": 0, "late": None}
+    waits: list[bool] = []
+
+    def read(wait: bool) -> dict[str, int | None]:
+        waits.append(wait)
+        if not counts:
+            raise RuntimeError("device-side assert triggered")
+        return counts
+
+    monkeypatch.setattr(op, "device_counts", read)
+    assert "wrong labels 3, late not read (the device is busy)" in job.summary()
+    assert "others" not in job.summary()
+    counts.clear()
+    assert "cross_entropy: never called" in job.summary()
+    assert not any(waits)
+
+
+@pytest.mark.parametrize(
+    ("environ", "spawned", "distributed"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, False, True),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True, False),
+        ({"RANK": "0"}, False, False),
+        ({"WORLD_SIZE": "2"}, False, False),
+    ],
+)
+def test_whether_this_is_a_rank(
+    liger: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str],
+    spawned: bool,
+    distributed: bool,
+) -> None:
+    job = importlib.import_module("megatron.core.liger.job")
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: object() if spawned else None)
+    assert job.distributed() is distributed
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    assert job.distributed()
+    assert not job._spawned()
+
+
+def test_a_torch_without_distributed(liger: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no word on whether a job's ranks are connected; the launcher has."""
+    job = importlib.import_module("megatron.core.liger.job")
+    monkeypatch.setattr("torch.distributed.is_available", lambda: False)
+    for name in ("is_initialized", "get_rank"):
+        monkeypatch.delattr(f"torch.distributed.{name}")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert job.rank() == 3
+    assert job.distributed()
+    assert not job._spawned()
+
+
+def test_a_connected_rank_is_its_groups(liger: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = importlib.import_module("megatron.core.liger.job")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    assert job.rank() == 1
+
+
+@pytest.fixture
+def printed(liger: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines of this process, as if it were a job's rank 0 that has called nothing yet."""
+    job = importlib.import_module("megatron.core.liger.job")
+    dispatch = importlib.import_module("megatron.core.liger.dispatch")
+    found: list[str] = []
+    monkeypatch.setattr(job, "_print", found.append)
+    monkeypatch.setattr(job, "_announced", False)
+    monkeypatch.setattr(job, "_spawned", lambda: False)
+    monkeypatch.setattr(job, "rank", lambda: 0)
+    monkeypatch.setattr(job, "distributed", lambda: True)
+    monkeypatch.setattr(dispatch, "job_pending", True)
+    return found
+
+
+ELSEWHERE: dict[str, tuple[str, object]] = {
+    "a fork": ("_pid", -1),
+    "a helper": ("_spawned", lambda: True),
+    "another rank": ("rank", lambda: 1),
+}
+
+
+@pytest.mark.parametrize("where", [None, *ELSEWHERE])
+def test_who_prints_the_first_line(
+    printed: list[str], monkeypatch: pytest.MonkeyPatch, where: str | None
+) -> None:
+    job = sys.modules["megatron.core.liger.job"]
+    entry = sys.modules["megatron.core.liger.dispatch"].OPS["swiglu"].entry("bias_swiglu_impl")
+    if where is not None:
+        monkeypatch.setattr(job, *ELSEWHERE[where])
+    job.announce(entry, "because", None)
+    assert len(printed) == (where is None)
+    assert job._announced == (where is None)
+    if where is None:
+        assert "swiglu upstream (because)" in printed[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "installed, never used: swiglu"),
+        ({"_pid": -1}, None),
+        ({"distributed": lambda: False}, None),
+        ({"rank": lambda: 1}, None),
+        ({"called": True}, None),  # then the first line is missing for a reason, and so is this one
+        ({"called": True, "_announced": True}, "at exit: swiglu"),
+        ({"called": True, "_announced": True, "rank": lambda: 1}, "at exit: swiglu"),
+        ({"called": True, "_announced": True, "_pid": -1}, None),
+    ],
+)
+def test_who_prints_the_last_line(
+    printed: list[str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], line: str | None
+) -> None:
+    job = sys.modules["megatron.core.liger.job"]
+    monkeypatch.setattr(sys.modules["megatron.core.liger.dispatch"], "job_pending", "called" not in changes)
+    for name, value in changes.items():
+        if name != "called":
+            monkeypatch.setattr(job, name, value)
+    job._at_exit()
+    assert len(printed) == (line is not None)
+    assert (line or "") in "".join(printed)
+
+
+def test_ops_that_are_off_or_not_there_are_told_apart(
+    printed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, dispatch = (sys.modules[f"megatron.core.liger.{name}"] for name in ("job", "dispatch"))
+    states = {"swiglu": "not installed", "norms": "not installed"}
+    monkeypatch.setattr(job.installed, "files", lambda: {"a.py": {}})
+    monkeypatch.setattr(job.installed, "op_state", lambda op, files: states.get(op, "installed"))
+    monkeypatch.setattr(dispatch.OPS["cross_entropy"], "enabled", False)
+    job.announce(dispatch.OPS["swiglu"].entry("bias_swiglu_impl"), None, None)
+    first = printed[0].partition(": ")[2]
+    assert first.startswith("swiglu kernel, cross_entropy off by LIGER_MEGATRON, norms not installed, ")
+    assert "linear_cross_entropy not enabled | torch" in first
+    monkeypatch.setattr(job.installed, "files", dict)  # no record: nobody can tell
+    job.announce(dispatch.OPS["swiglu"].entry("bias_swiglu_impl"), None, None)
+    assert "not installed" not in printed[1]
 
 
 IMPORT_ONLY = "import megatron.core.fusions.fused_bias_swiglu"

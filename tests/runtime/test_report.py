@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -85,6 +87,192 @@ def test_damaged_record(python: Python, overlaid_tree: Path, tmp_path: Path) -> 
     done = python("-m", "megatron.core.liger", tree=tree, expect=1)
     assert "overlay.json is missing or damaged: apply the overlay again" in done.stdout
     assert "  swiglu: not installed, " in done.stdout
+
+
+@pytest.fixture
+def installed(liger: ModuleType) -> ModuleType:
+    return importlib.import_module("megatron.core.liger.installed")
+
+
+@pytest.mark.parametrize(
+    "data", [None, b"", b"{", b"\xff", b"[]", b"1", b"{}", b'{"files": null}', b'{"files": []}']
+)
+def test_what_is_no_record(installed: ModuleType, tmp_path: Path, data: bytes | None) -> None:
+    """Such a tree has no files of ours to speak of, and nothing that could stop a job."""
+    (tmp_path / "liger").mkdir()
+    if data is not None:
+        (tmp_path / "liger/overlay.json").write_bytes(data)
+    assert installed.record(tmp_path) is None
+    assert installed.files(tmp_path) == {}
+    (tmp_path / "liger/overlay.json").write_bytes(b'{"files": {}}')
+    assert installed.record(tmp_path) == {"files": {}}
+
+
+@pytest.mark.parametrize(
+    ("record", "release"),
+    [
+        (None, "of unknown release (no record)"),
+        ({"release": None, "files_as_in": []}, "of unknown release (no record)"),
+        ({"release": "1.2", "files_as_in": ["1.2", "1.3"]}, "1.2"),
+        ({"release": None, "files_as_in": ["1.2", "1.3", "1.4"]}, "(files as in 1.2, 1.3, 1.4)"),
+        ({"files_as_in": ["1.2", "1.3", "1.4", "1.5"]}, "(files as in 1.2 … 1.5, 4 releases)"),
+    ],
+)
+def test_release(
+    installed: ModuleType, monkeypatch: pytest.MonkeyPatch, record: dict[str, Any] | None, release: str
+) -> None:
+    monkeypatch.setattr(installed, "record", lambda: record)
+    assert installed.release.__wrapped__() == release
+
+
+def test_ops_that_are_not_there(installed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last variable too; a record that does not say is no reason to stop."""
+    named = {"LIGER_MEGATRON": ["swiglu"], "LIGER_MEGATRON_IN_PLACE": ["swiglu", "norms"]}
+    for record in (None, {}, {"ops": None}, {"ops": {"swiglu": 1}}, {"ops": ["norms", "swiglu"]}):
+        monkeypatch.setattr(installed, "record", lambda record=record: record)
+        installed.require(named)
+    monkeypatch.setattr(installed, "record", lambda: {"ops": ["swiglu"]})
+    with pytest.raises(ValueError, match=r"^LIGER_MEGATRON_IN_PLACE names norms, .* tree are swiglu \("):
+        installed.require(named)
+    installed.require({"LIGER_MEGATRON": ["swiglu"], "LIGER_MEGATRON_IN_PLACE": []})
+
+
+def test_a_file_that_is_upstreams_or_nobodys(installed: ModuleType, tmp_path: Path) -> None:
+    def sha256(data: bytes) -> str:
+        return hashlib.sha256(data).hexdigest()
+
+    core = tmp_path / "megatron/core"
+    (core / "liger").mkdir(parents=True)
+    extended = {"action": "extend", "op": "a", "before": sha256(b"theirs"), "after": sha256(b"ours")}
+    added = {"action": "add", "op": None, "before": None, "after": sha256(b"ours")}
+    document = {"files": {"x.py": extended, "y.py": added}}
+    (core / "liger/overlay.json").write_text(json.dumps(document), encoding="utf-8")
+    for data, states in {
+        b"ours": ("installed", "installed"),
+        b"theirs": ("not installed", "changed since it was applied"),
+        b"mine": ("changed since it was applied", "changed since it was applied"),
+        None: ("changed since it was applied", "not installed"),
+    }.items():
+        for name in ("x.py", "y.py"):
+            (tmp_path / name).unlink(missing_ok=True)
+            if data is not None:
+                (tmp_path / name).write_bytes(data)
+        found = installed.files(core)
+        assert tuple(entry["state"] for entry in found.values()) == states
+        assert installed.op_state("a", found) == states[0]
+        assert {entry["found"] for entry in found.values()} == {None if data is None else sha256(data)}
+
+
+SCRIPT = {"script": "train.py", "core": "/x/megatron/core", "this": False, "overlaid": False, "overlay": None}
+
+
+@pytest.mark.parametrize(
+    ("record", "script", "problem"),
+    [
+        ({"overlay": 1}, None, None),
+        (None, None, "overlay.json is missing or damaged: apply the overlay again"),
+        ({"overlay": 2}, None, "the record is of overlay 2, this code of 1"),
+        ({"overlay": 1}, {"core": None}, "train.py would find no megatron.core"),
+        ({"overlay": 1}, {}, "SHADOWED: train.py would import /x/megatron/core, which is not overlaid; "),
+        ({"overlay": 1}, {"overlay": 1}, "which has been changed since it was overlaid; "),
+        ({"overlay": 1}, {"overlaid": True, "overlay": 1}, None),
+        ({"overlay": 1}, {"this": True}, None),  # its files are problems of their own
+    ],
+)
+def test_problems(
+    report: ModuleType, record: dict[str, Any] | None, script: dict[str, Any] | None, problem: str | None
+) -> None:
+    data = {"files": {}, "script": None if script is None else {**SCRIPT, **script}}
+    found = report._problems(record, data)
+    assert len(found) == (problem is not None)
+    assert (problem or "") in "".join(found)
+
+
+def test_a_tree_that_was_overlaid_and_changed_is_not_overlaid(
+    report: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    core = tmp_path / "megatron/core"
+    (core / "liger").mkdir(parents=True)
+    monkeypatch.setattr(report, "core_of_script", lambda script: core)
+    assert report._script(Path("x.py"))["overlaid"] is False  # no record
+    added = {"action": "add", "op": None, "before": None, "after": hashlib.sha256(b"ours").hexdigest()}
+    document = {"overlay": 1, "files": {"x.py": added, "y.py": added}}
+    (core / "liger/overlay.json").write_text(json.dumps(document), encoding="utf-8")
+    for data, overlaid in ((b"ours", True), (b"mine", False)):
+        (tmp_path / "x.py").write_bytes(b"ours")
+        (tmp_path / "y.py").write_bytes(data)
+        found = report._script(Path("x.py"))
+        assert (found["overlaid"], found["overlay"], found["this"]) == (overlaid, 1, False)
+
+
+def test_every_file_that_is_not_right_is_a_problem(report: ModuleType) -> None:
+    states = ("installed", "changed", "installed", "not installed")
+    files = {f"{i}.py": {"state": state, "found": i, "expected": "e"} for i, state in enumerate(states)}
+    assert report._problems({"overlay": 1}, {"files": files, "script": None}) == [
+        "1.py: changed (sha256 1, expected e)",
+        "3.py: not installed (sha256 3, expected e)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "interpreted", "cuda", "found"),
+    [
+        ("Triton is older than 3.2", True, True, "Triton is older than 3.2"),
+        (None, True, False, None),
+        (None, False, True, None),
+        (None, False, False, "no CUDA device, and TRITON_INTERPRET=1 is not set"),
+    ],
+)
+def test_why_an_op_is_not_usable_here(
+    report: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str | None,
+    interpreted: bool,
+    cuda: bool,
+    found: str | None,
+) -> None:
+    platform = SimpleNamespace(reason=reason, interpreted=interpreted)
+    monkeypatch.setattr(report.dispatch, "platform", lambda: platform)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    assert report._why_not("swiglu") == found
+
+
+def test_a_broken_driver_is_reported(report: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", fail)
+    assert report._device() == "unknown (RuntimeError)"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert report._device() == "cpu"
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+@pytest.mark.parametrize("problems", [[], ["one"]])
+def test_a_problem_is_the_exit_code(
+    report: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    problems: list[str],
+) -> None:
+    data = {**report.report(), "problems": problems}
+    monkeypatch.setattr(report, "report", lambda script: data)
+    monkeypatch.setattr(report.job, "silence", lambda: None)
+    assert report.main(words) == len(problems)
+    said = capsys.readouterr().out
+    assert json.loads(said)["problems"] == problems if words else said.count("problem: one") == len(problems)
+
+
+def test_a_script_that_is_not_there_is_misuse(
+    report: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(report.job, "silence", lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        report.main(["--script", str(tmp_path / "none.py")])
+    assert caught.value.code == 2
+    assert f"no such script: {tmp_path}/none.py" in capsys.readouterr().err
 
 
 def test_tail_changed_by_hand(liger: ModuleType, overlaid_tree: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from scripts import lint
 from scripts.errors import ExpectationError
-from scripts.lint import PatchSet, Rule
+from scripts.lint import PatchSet, Problem, Rule
 from scripts.manifest import (
     License,
     Manifest,
@@ -26,10 +26,12 @@ from scripts.manifest import (
     load,
     parse,
     preview_name,
+    span,
 )
 from scripts.overlay import ROOT, sha256
 
 PATH = "megatron/core/fusions/alpha.py"
+PROBLEM = Problem("a.py", 3, "wrong", "rule")
 TAIL = b"""# SPDX-License-Identifier: Apache-2.0
 # entry: alpha
 #   kind: speed
@@ -134,9 +136,23 @@ def with_license(**changes: Any) -> PatchSet:
     return replace(patch_set, manifest=replace(patch_set.manifest, licenses=(text,)))
 
 
+def with_licenses_of_one_path() -> PatchSet:
+    """Two releases under one text, by two entries."""
+    patch_set = with_file(
+        variants=(replace(sound().manifest.files[PATH].variants[0], releases=("1.0", "1.1")),)
+    )
+    (text,) = patch_set.manifest.licenses
+    texts = (text, replace(text, releases=("1.1",)))
+    return replace(patch_set, manifest=replace(patch_set.manifest, licenses=texts))
+
+
 def with_tail_and_variant(tail: bytes, variant: Variant) -> PatchSet:
     patch_set = with_file(variants=(*sound().manifest.files[PATH].variants, variant))
     return replace(patch_set, tails={f"overlay/{PATH}": tail})
+
+
+def with_settings(data: bytes) -> PatchSet:
+    return replace(sound(), added={"overlay/megatron/core/liger/settings.py": data})
 
 
 def added(text: bytes) -> PatchSet:
@@ -190,6 +206,8 @@ BROKEN: list[tuple[Rule, PatchSet, str]] = [
     (lint.licenses_pinned, with_license(source=""), "lacks releases or a source"),
     (lint.licenses_pinned, with_license(sha256="f" * 64), "is not the pinned text"),
     (lint.licenses_pinned, replace(sound(), texts={}), "is not there"),
+    (lint.licenses_pinned, with_license(path="LICENSES/other.txt"), "is not there"),
+    (lint.licenses_pinned, with_licenses_of_one_path(), "is listed twice"),
     (
         lint.licenses_pinned,
         replace(sound(), texts={**sound().texts, "LICENSES/b.txt": b"b"}),
@@ -241,6 +259,8 @@ BROKEN: list[tuple[Rule, PatchSet, str]] = [
     (lint.tails_apply, with_tail(lambda d: GUARDED), "on a condition, and every variant has it"),
     (lint.ops_agree, with_file(op="beta"), "OPS is"),
     (lint.ops_agree, replace(sound(), added={}), "OPS is"),
+    (lint.ops_agree, with_settings(b"OPS: tuple[str, ...]\n"), "OPS is ()"),
+    (lint.ops_agree, with_settings(b"def OPS(): ...\n"), "OPS is ()"),
     (lint.imports_sound, added(b"import kernels.swiglu\n"), "a tree does not have"),
     (lint.imports_sound, added(b"def f():\n    from scripts import apply\n"), "a tree does not have"),
     (
@@ -264,6 +284,24 @@ def test_a_rule_finds_its_fault_and_no_other_rule_does(rule: Rule, patch_set: Pa
     assert any(message in problem.message for problem in found), found
     for problem in found:
         assert problem.file.startswith(("overlay/", "kernels/", "patches/", "LICENSES/"))
+
+
+@pytest.mark.parametrize("path", [f"overlay/{PATH}", f"patches/{CALLER}.patch"])
+def test_what_has_no_pin_is_one_problem_and_no_traceback(path: str) -> None:
+    """Every other rule passes over it, and finds what else is wrong."""
+    patch_set = sound()
+    name = path.partition("/")[2].removesuffix(".patch")
+    files = {key: file for key, file in patch_set.manifest.files.items() if key != name}
+    patch_set = replace(patch_set, manifest=replace(patch_set.manifest, files=files))
+    found = {rule.__name__: [p.message for p in rule(patch_set) if p.file == path] for rule in lint.RULES}
+    assert [message for messages in found.values() for message in messages if "has no pin" in message]
+    assert found["ledger_matches_pins"] == found["ledger_complete"] == found["tails_apply"] == []
+
+
+def test_an_extended_file_without_entries_needs_no_fingerprint() -> None:
+    assert not list(
+        lint.fingerprints_complete(with_file(entries=(), variants=(replace(VARIANT, entries={}),)))
+    )
 
 
 def test_an_entry_that_a_variant_lacks_is_asked_for() -> None:
@@ -290,6 +328,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer import x
 def f():
     from megatron.core.transformer import y
+from . import kernels
+from .kernels import z
+from .scripts import w
 """
     assert list(lint.imports_sound(added(text))) == []
 
@@ -304,8 +345,52 @@ def test_a_ledger_header_is_read_whole() -> None:
     assert lint.ledger(indented)[0].fields == entry.fields
 
 
+@pytest.mark.parametrize(
+    ("releases", "shown"),
+    [
+        ([], ""),
+        (["1.0", "1.1", "1.2"], "1.0, 1.1, 1.2"),
+        (["1.0", "1.1", "1.2", "1.3"], "1.0 … 1.3 (4 releases)"),
+    ],
+)
+def test_many_releases_are_counted(releases: list[str], shown: str) -> None:
+    assert span(releases) == shown
+
+
 def test_the_projects_own_set_is_sound() -> None:
     assert lint.check(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "found", "compared", "code", "said"),
+    [
+        ([], [], [], 0, "the patch set is sound"),
+        ([], [PROBLEM], [], 1, "a.py:3: wrong [rule]\n1 problems"),
+        (["--clone", "."], [], [], 0, "the patch set is sound"),
+        (["--clone", "."], [], [PROBLEM], 1, "a.py:3: wrong [rule]\n1 problems"),
+        (["--clone", "."], [PROBLEM], None, 1, "a.py:3: wrong [rule]\n1 problems"),
+    ],
+)
+def test_a_problem_is_told_and_ends_lint_with_1(
+    words: list[str],
+    found: list[Problem],
+    compared: list[Problem] | None,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Previews are compared with a clone only where one is given and the set itself is sound."""
+
+    def compare(*_: object) -> list[Problem]:
+        assert words
+        assert compared is not None
+        return compared
+
+    monkeypatch.setattr(lint, "check", lambda root: found)
+    monkeypatch.setattr(lint, "previews_are_of", compare)
+    assert lint.main(words) == code
+    assert capsys.readouterr().out.startswith(said)
 
 
 @pytest.fixture
@@ -334,6 +419,7 @@ def edit_json(path: Path, change: Callable[[Any], object]) -> None:
         ("releases.json", lambda d: d["releases"]["0.16.1"].update(wheels={})),
         ("releases.json", lambda d: d["releases"]["0.16.1"]["wheels"][0].pop("sha256")),
         ("releases.json", lambda d: d.update(yanked=["0.18.1"])),
+        ("releases.json", lambda d: d.update(yanked={"0.18.1": None})),
         ("releases.json", lambda d: d.pop("licenses")),
         ("releases.json", lambda d: d["licenses"][0].update(path="../LICENSE")),
         ("files.json", lambda d: next(iter(d["files"].values())).update(absent="0.12.0")),

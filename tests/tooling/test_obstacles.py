@@ -31,7 +31,7 @@ NOBODY = 65534
 def bytecode(world: Any, path: str) -> Path:
     source = world.path(path)
     cache = source.parent / "__pycache__" / f"{source.stem}.cpython-311.pyc"
-    cache.parent.mkdir(exist_ok=True)
+    cache.parent.mkdir(parents=True, exist_ok=True)
     cache.write_bytes(b"stale")
     return Path(cache)
 
@@ -136,6 +136,32 @@ def test_a_read_only_mount_is_not_told_to_chmod(tmp_path: Path, monkeypatch: pyt
     assert "chmod" not in found[1]
 
 
+@pytest.mark.parametrize(
+    ("user", "found", "remedy"),
+    [
+        (os.geteuid(), "no permission to write (mode 0644)", "chmod -R u+rwX "),
+        (
+            os.geteuid() + 1,
+            f"no permission to write (user {os.geteuid()} owns it)",
+            "run as the user who owns",
+        ),
+    ],
+)
+def test_whose_the_file_is_decides_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int, found: str, remedy: str
+) -> None:
+    item = tmp_path / "a file"
+    item.write_bytes(b"")
+    item.chmod(0o644)
+    assert files.obstacle(item, tmp_path) is None
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    problem = files.obstacle(item, tmp_path)
+    assert problem is not None
+    assert problem[0] == found
+    assert problem[1].startswith(remedy)
+
+
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
     """A folder that another user can reach, which pytest's own are not."""
@@ -187,6 +213,7 @@ def test_a_tree_that_cannot_be_listed(new_world: Callable[..., Any], open_folder
     error = as_nobody(world.apply)
     world.path("megatron/core").chmod(0o755)
     assert isinstance(error, TreeError)
+    assert (error.file, error.expected) == ("megatron/core", "a folder that can be read")
 
 
 def test_a_file_that_cannot_be_read(new_world: Callable[..., Any], open_folder: Path) -> None:
@@ -208,9 +235,9 @@ def test_another_users_tree_is_not_told_to_chmod(new_world: Callable[..., Any], 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to have files of another user")
 @pytest.mark.parametrize("what", ["a file", "its bytecode"])
-@pytest.mark.parametrize("step", ["apply", "revert"])
+@pytest.mark.parametrize(("step", "way"), [("apply", "its owner"), ("revert", "no sticky folder")])
 def test_another_users_file_in_a_sticky_folder(
-    new_world: Callable[..., Any], open_folder: Path, what: str, step: str
+    new_world: Callable[..., Any], open_folder: Path, what: str, step: str, way: str
 ) -> None:
     """It may be written, and neither replaced nor deleted: told before the first write, not in the middle."""
     world = new_world(open_folder / "tree").write()
@@ -230,7 +257,10 @@ def test_another_users_file_in_a_sticky_folder(
     assert error.file == theirs.relative_to(world.root).as_posix()
     assert error.found == "another user's, in a sticky folder"
     assert "run as its owner" in error.remedy
-    shutil.chown(theirs, NOBODY, NOBODY)
+    if way == "its owner":
+        shutil.chown(theirs, NOBODY, NOBODY)
+    else:
+        theirs.parent.chmod(0o777)
     assert as_nobody(getattr(world, step)) is None
 
 

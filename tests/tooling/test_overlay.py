@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts import overlay
+from scripts.errors import ExpectationError
 from scripts.overlay import ROOT, extend, load_overlay, overlay_version, sha256, split
 
 PATCH = "patches/megatron/core/models/backends.py.patch"
@@ -93,13 +95,57 @@ def test_the_marker_says_what_it_must() -> None:
 
 
 def test_the_projects_own_overlay_loads() -> None:
-    overlay = load_overlay()
-    assert overlay.version == overlay_version() >= 1
-    assert overlay.ops
-    assert "megatron/core/liger/__init__.py" in overlay.added
-    assert "megatron/core/liger/kernels/gated.py" in overlay.added
-    assert "megatron/core/fusions/fused_bias_swiglu.py" in overlay.tails
-    assert not set(overlay.added) & set(overlay.tails)
+    ours = load_overlay()
+    assert ours.version == overlay_version() >= 1
+    assert ours.ops
+    assert "megatron/core/liger/__init__.py" in ours.added
+    assert "megatron/core/liger/kernels/gated.py" in ours.added
+    assert "megatron/core/fusions/fused_bias_swiglu.py" in ours.tails
+    assert not set(ours.added) & set(ours.tails)
+
+
+VERSION = "overlay/megatron/core/liger/version.py"
+TAIL = "overlay/megatron/core/fusions/fused_bias_swiglu.py"
+FAULTS: dict[str, tuple[str, bytes | None, str, str]] = {
+    "a tail without a pin": (TAIL.replace("swiglu", "other"), b"", "a pin in patches/files.json", "none"),
+    "a pin without a tail": (TAIL, None, "the tail of a pinned file", "no file"),
+    "no version": (VERSION, b"", "OVERLAY_VERSION = <integer>", "no such line"),
+    "no file with it": (VERSION, None, "OVERLAY_VERSION = <integer>", "no such line"),
+    "a version of text": (
+        VERSION,
+        b"OVERLAY_VERSION: str = '1'",
+        "OVERLAY_VERSION = <integer>",
+        "no such line",
+    ),
+    "a version that is a truth": (
+        VERSION,
+        b"OVERLAY_VERSION = True",
+        "OVERLAY_VERSION = <integer>",
+        "no such",
+    ),
+    "a version to compute": (
+        VERSION,
+        b"OVERLAY_VERSION = 1 + 1",
+        "OVERLAY_VERSION = <integer>",
+        "no such line",
+    ),
+    "another name": (VERSION, b"VERSION = 1", "OVERLAY_VERSION = <integer>", "no such line"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_sources_that_do_not_hold_together_stop_every_command(tmp_path: Path, case: str) -> None:
+    path, data, expected, found = FAULTS[case]
+    for name in ("overlay", "kernels", "patches"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / path).unlink(missing_ok=True)
+    if data is not None:
+        (tmp_path / path).write_bytes(data)
+    with pytest.raises(ExpectationError) as caught:
+        load_overlay(tmp_path)
+    assert (caught.value.file, caught.value.expected) == (path, expected)
+    assert found in caught.value.found
+    assert caught.value.exit_code == 1
 
 
 @pytest.fixture
@@ -112,6 +158,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("overlay", "kernels", "patches"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     (root / ".gitignore").write_text("*.log\nignored.py\n")
+    (root / "kernels/notes.md").write_text("no part of a tree\n")
     git(root, "init", "-q")
     git(root, "add", ".")
     commit(root)
@@ -135,6 +182,7 @@ def nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def other_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("overlay/notes.txt", "kernels/run.log", "patches/files.json.orig", "new.py", "scripts.py"):
         (root / path).write_bytes(b"")
+    (root / "kernels/folder.py").mkdir()
     (root / "kernels/__pycache__").mkdir()
     (root / "kernels/__pycache__/rows.cpython-311.pyc").write_bytes(b"")
 
@@ -177,6 +225,27 @@ def test_the_commit_depends_on_what_is_written_alone(
 ) -> None:
     head = git(checkout, "rev-parse", "HEAD")
     change(checkout, monkeypatch)
+    assert load_overlay(checkout).commit == head
+
+
+def test_a_head_whose_files_git_does_not_list(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shallow or a damaged repository: no commit is better than a wrong one."""
+    run = overlay._git
+    monkeypatch.setattr(
+        overlay, "_git", lambda root, *words: None if words[0] == "ls-tree" else run(root, *words)
+    )
+    assert load_overlay(checkout).commit is None
+
+
+def test_a_repository_of_longer_hashes(checkout: Path) -> None:
+    shutil.rmtree(checkout / ".git")
+    command = ["git", "-C", str(checkout), "init", "-q", "--object-format=sha256"]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this git has no sha256 repositories")
+    git(checkout, "add", ".")
+    commit(checkout)
+    head = git(checkout, "rev-parse", "HEAD")
+    assert len(head) == 64
     assert load_overlay(checkout).commit == head
 
 

@@ -183,6 +183,8 @@ FITS = TEXT.splitlines(keepends=True)[4]
         (b"-three\n", b"-three\r\n", 12, "without \\r"),
         (b"@@ -4,0 +5 @@\n+5\n", b"@@ -3,1 +4 @@\n-three\n+5\n", 14, "in order"),
         (b"@@ -4,0 +5 @@\n+5\n", b"@@ -4 +4 @@\n-four\n+four\n", 14, "changes something"),
+        (b"@@ -4,0 +5 @@\n+5\n", b"@@ -4,0 +4,0 @@\n", 14, "changes something"),
+        (b"@@ -0,0 +1 @@\n+zero\n", b"@@ -0 +0 @@\n-zero\n+0\n", 8, "line 0 of the result"),
         (b"@@ -4,0 +5 @@\n+5\n", b"@@ -4,0 +5 @@\n+5", 15, "end in \\n"),
         (b"+5\n", b"+5\n\\ No newline at end of file\n", 16, "# fits: HASH"),
         (TEXT[TEXT.index(b"# fits") :], b"", 4, "a diff"),
@@ -206,6 +208,40 @@ def test_diffs_of_two_files_are_not_one_file() -> None:
         parse(TEXT + b"\n" + other)
 
 
+@pytest.mark.parametrize(
+    "hunks",
+    [
+        [Hunk(2, (b"two\n",), 2, ()), Hunk(1, (b"one\n",), 1, ())],  # the second above the first
+        [Hunk(1, (b"one\n", b"two\n"), 1, ()), Hunk(2, (b"two\n",), 1, (b"2\n",))],  # one inside another
+        [Hunk(5, (), 6, (b"5\n",))],  # beyond the end
+        [Hunk(3, (b"two\n",), 3, ())],  # another line stands there
+        [Hunk(4, (b"four\n", b"five\n"), 4, ())],  # half of it is beyond the end
+    ],
+)
+def test_hunks_that_do_not_go_onto_a_text(hunks: list[Hunk]) -> None:
+    assert change(BASE, hunks) is None
+
+
+def test_nothing_is_put_behind_a_line_without_an_end() -> None:
+    assert change(BASE[:-1], [Hunk(4, (), 5, (b"5\n",))]) is None
+    assert change(b"", [Hunk(0, (), 1, (b"1\n",))]) == b"1\n"
+
+
+def test_a_header_may_stand_right_above_its_diff() -> None:
+    text = TEXT.replace(b"\n\n# fits", b"\n# fits")
+    assert parse(text).header == parse(TEXT).header
+    assert parse(text).change(BASE) == (AFTER, HUNKS)
+
+
+def test_a_draft_of_several_hunks_is_where_all_of_them_stand() -> None:
+    top = TEXT[: TEXT.index(b"@@")]
+    body = b"@@ -1 +1 @@\n-one\n+1\n@@ -3 +3 @@\n-three\n+3\n"
+    base = b"one\nelse\none\ntwo\nthree\n"
+    draft = parse(top + body).draft(base)
+    assert draft is not None
+    assert " shift: +2 " in draft[1]
+
+
 def test_a_draft_is_the_one_place_where_all_lines_stand() -> None:
     hunk = Hunk(2, (b"two\n", b"three\n"), 2, (b"2\n",))
     top = TEXT[: TEXT.index(b"@@")]
@@ -217,6 +253,7 @@ def test_a_draft_is_the_one_place_where_all_lines_stand() -> None:
     listed = parse(top.replace(b"---", line.encode() + b"\n---") + hunk.dump())
     assert listed.change(base) == (after, (hunk.moved(1),))
     assert patch.draft(BASE + BASE) is None  # two places
+    assert parse(top + b"@@ -1,0 +2 @@\n+new\n").draft(base) is None  # no line to find it by
     assert patch.draft(b"two\nThree\n") is None
 
 
@@ -246,9 +283,24 @@ def test_a_malformed_diff_or_a_missing_one_stops_every_command(tmp_path: Path) -
     path.unlink()
     with pytest.raises(ExpectationError, match="the diffs of a pinned file"):
         load_overlay(tmp_path)
-    path.with_name("stray.py.patch").write_bytes(whole)
-    with pytest.raises(ExpectationError, match=r"a pin in patches/files\.json"):
-        load_overlay(tmp_path)
+    for stray in ("models/stray.py.patch", "fusions/fused_bias_swiglu.py.patch"):  # that one has a tail
+        file = tmp_path / "patches/megatron/core" / stray
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(whole)
+        with pytest.raises(ExpectationError, match=r"a pin in patches/files\.json"):
+            load_overlay(tmp_path)
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"# -two", b"x -two"), (b"# @@ -2,2", b"# -2,2"), (b"# +5\n", b"# +5\n# more\n"), (b"# @@", b"#  @")],
+)
+def test_comments_that_are_no_hunks(old: bytes, new: bytes) -> None:
+    text = comments(parse(TEXT).header, HUNKS)
+    assert from_comments(text) == HUNKS
+    assert from_comments(text.replace(old, new)) is None
+    assert from_comments(b"") is None
 
 
 def test_lines_keep_their_ends() -> None:

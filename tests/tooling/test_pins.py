@@ -82,6 +82,14 @@ def test_the_definition_that_counts_is_the_last_one() -> None:
     assert pins.definition(module, "missing") is None
 
 
+def test_a_name_with_a_type_is_a_definition_too() -> None:
+    found = pins.definition(
+        ast.parse("entry = 1\nentry: int = 2\nother: int = 3\nx.entry: int = 4\n"), "entry"
+    )
+    assert found is not None
+    assert found.lineno == 2
+
+
 def test_a_method_is_an_entry_of_its_own() -> None:
     before = "class A:\n    def entry(self):\n        return 1\n    def other(self):\n        return 2\n"
     assert fingerprint(before, "A.entry") == fingerprint(before.replace("2", "3"), "A.entry")
@@ -282,14 +290,36 @@ def test_gather_compares_the_files_of_a_release(tmp_path: Path, index: Fake) -> 
         pins.gather("1.0", load(), tmp_path)
 
 
-def test_a_file_that_only_some_have_is_a_disagreement(tmp_path: Path, index: Fake) -> None:
-    other = WHEEL.replace("x86_64", "aarch64")
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_a_file_that_only_some_have_is_a_disagreement(tmp_path: Path, index: Fake, order: str) -> None:
+    """Whether the wheel that lacks it comes before the one that has it or after."""
+    other = WHEEL.replace("cp311", "cp310" if order == "first" else "cp312")
     index(WHEEL, other)
     fill(tmp_path, OTHER, None)
     with zipfile.ZipFile(tmp_path / other, "w") as archive:
         archive.writestr("megatron/core/__init__.py", b"")
-    with pytest.raises(SourceError, match="same bytes"):
+    with pytest.raises(SourceError) as caught:
         pins.gather("1.0", load(), tmp_path)
+    assert (caught.value.file, caught.value.expected) == (PATH, "the same bytes in every file of the release")
+    assert caught.value.found == (f"only in {WHEEL}" if order == "first" else f"not in {other}")
+
+
+def test_what_else_an_sdist_holds_is_passed_over(tmp_path: Path, index: Fake) -> None:
+    """Other files, and what is no file at a path of a touched one."""
+    index(WHEEL, SDIST)
+    fill(tmp_path, OTHER, None)
+    with tarfile.open(tmp_path / SDIST, "w:gz") as archive:
+        for name, data in (("setup.py", b"x"), (PATH, OTHER)):
+            info = tarfile.TarInfo(f"megatron_core-1.0/{name}")
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+        other = next(
+            path for path in load().files if path.startswith("megatron/core/fusions/") and path != PATH
+        )
+        link = tarfile.TarInfo(f"megatron_core-1.0/{other}")
+        link.type, link.linkname = tarfile.SYMTYPE, Path(PATH).name
+        archive.addfile(link)
+    assert pins.gather("1.0", load(), tmp_path).files == {PATH: OTHER}
 
 
 def test_a_file_that_does_not_come_is_not_passed_over(tmp_path: Path, index: Fake) -> None:
@@ -311,6 +341,30 @@ def test_why_a_release_was_withdrawn(tmp_path: Path, index: Fake) -> None:
     index(WHEEL, said="WARNING: … yanked\nReason for being yanked: wrong version\n")
     fill(tmp_path, OTHER, None)
     assert pins.gather("1.0", load(), tmp_path).yanked == "wrong version"
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "refused"),
+    [
+        (0, "Saved", False),
+        (1, "ERROR: No matching distribution found for megatron-core==1.0", False),
+        (1, "ERROR: Could not find a version that satisfies it", False),
+        (1, "ERROR: connection reset\n\n", True),
+        (1, "", True),
+    ],
+)
+def test_a_pip_that_fails_is_no_release_without_files(
+    code: int, words: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.CompletedProcess([], code, stdout="looked\n", stderr=words)
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: done)
+    if not refused:
+        assert pins._pip("1.0", tmp_path, []) == "looked\n" + words
+        return
+    with pytest.raises(SourceError) as caught:
+        pins._pip("1.0", tmp_path, [])
+    assert caught.value.file == "megatron-core 1.0"
+    assert caught.value.found == (words.strip() or "no word")
 
 
 def test_a_release_that_nobody_pinned_is_told(

@@ -266,6 +266,8 @@ def test_a_pinned_wheel_under_any_name_and_without_pip(
     [
         ["apply", "x.whl", "--python", "3.12"],
         ["apply", "x.whl", "--tree", "."],
+        ["apply", "x.whl", "--platform", "aarch64"],
+        ["wheel", "x.whl", "--python", "3.12"],
         ["wheel", "x.whl", "--platform", "aarch64"],
         ["wheel", "x.whl", "--all-platforms"],
         ["wheel", "x.whl", "--tree", "."],

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import ast
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -140,6 +144,74 @@ def test_a_caller_that_calls_otherwise() -> None:
         "+ megatron/core/transformer/mlp.py: bias_swiglu_impl(x, b, fp8_input_store=True)",
     ]
     assert not changed.settled
+
+
+def file(verdict: str, entry: port.Entry | None = None, diff: list[str] | None = None) -> port.File:
+    found = port.File("a.py", verdict, "0" * 64, ("1.0",), [entry] if entry else [], [])
+    found.diff = diff or []
+    return found
+
+
+UNSETTLED: dict[str, port.Report] = {
+    "a name that went": port.Report("old", "new", [file(port.SAME)], ["a.py takes b from c"]),
+    "an entry that changed": port.Report("old", "new", [file(port.CHANGED)], []),
+    "a file that went": port.Report("old", "new", [file(port.GONE)], []),
+    "a diff to be read": port.Report("old", "new", [file(port.AROUND, diff=["it would fit"])], []),
+    "a caller": port.Report("old", "new", [file(port.AROUND, port.Entry("f", False, callers=["+ f()"]))], []),
+    "a note": port.Report("old", "new", [file(port.SAME, port.Entry("f", False, notes=["gone"]))], []),
+}
+
+
+@pytest.mark.parametrize("case", UNSETTLED)
+def test_one_thing_to_look_at_is_enough(case: str) -> None:
+    """Also between files where nothing moved; the command then ends with 1."""
+    found = UNSETTLED[case]
+    right = [file(port.SAME, port.Entry("f", False)), file(port.AROUND)]
+    assert port.Report("old", "new", right, []).settled
+    assert not found.settled
+    assert not port.Report("old", "new", [right[0], *found.files, right[1]], found.missing).settled
+
+
+@pytest.mark.parametrize(
+    ("change", "code"), [(None, 1), (b"", 0), (b"# around\n", 0), (b"def bias_swiglu_impl(): ...\n", 1)]
+)
+def test_a_release_is_looked_through_as_pip_brings_it(
+    change: bytes | None,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def wheel(path: Path, data: bytes | None) -> Path:
+        no_source = b"bias_swiglu_impl("
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in ("megatron/core/x.txt", "other/x.py"):
+                archive.writestr(name, no_source)
+            if data is not None:
+                archive.writestr(SWIGLU, data)
+        return path
+
+    def gather(version: str, manifest: Any, folder: Path) -> Any:
+        assert version == "9.9"
+        wheel(folder / "last.whl", None if change is None else OLD[SWIGLU] + change)
+        return SimpleNamespace(wheels=[SimpleNamespace(filename=name) for name in ("first.whl", "last.whl")])
+
+    monkeypatch.setattr(port, "fetch_file", lambda *_: wheel(tmp_path / "base.whl", OLD[SWIGLU]))
+    monkeypatch.setattr(port.pins, "gather", gather)
+    monkeypatch.setattr(port, "missing_names", lambda new: [])
+    assert port.main(["megatron==9.9", "--base", "0.16.1", "--diff"]) == code
+    said = capsys.readouterr().out
+    assert said.startswith("megatron-core 9.9, compared with megatron-core 0.16.1\n")
+    assert "pins: python -m scripts pin megatron==9.9 --clone CLONE --write, then lint" in said
+    assert "parity: python -m scripts parity megatron==9.9 (" in said
+    assert said.count("diff --git") == bool(change)
+    assert ("+" + (change or b"").decode() in said) == bool(change)
+    assert ("nothing of the overlay's code is concerned" in said) == (code == 0)
+
+
+def test_what_an_entry_that_is_neither_function_nor_class_was() -> None:
+    assert port.interface(None) == {}
+    assert port.interface(ast.parse("f = g").body[0]) == {"value": "f = g"}
 
 
 def test_names_that_the_overlay_takes_are_looked_for() -> None:

@@ -177,6 +177,17 @@ def test_pin_takes_the_place_of_another(clone: Path) -> None:
     assert (releases, files) == again
 
 
+def test_pin_prints_a_preview(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --write nothing else changes, and no release is shown."""
+    commit = git(clone, "rev-parse", "HEAD")
+    assert pins.main(["--preview", "HEAD", "--clone", str(clone)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    name = preview_name("9.0.0", commit)
+    assert (list(shown["previews"]), shown["releases"], shown["yanked"]) == ([name], {}, {})
+    assert shown["previews"][name]["commit"] == commit
+    assert name in json.dumps(shown["files"])
+
+
 def test_a_release_takes_the_place_of_its_preview() -> None:
     releases, files = documents()
     assert releases["previews"]

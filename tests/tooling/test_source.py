@@ -9,6 +9,8 @@ import stat
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,81 @@ def test_a_cached_wheel_needs_no_pip(
     cached = source.fetch(release, "3.11", "x86_64", tmp_path / "cache")
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("pip was called"))
     assert source.fetch(release, "3.11", "x86_64", tmp_path / "cache") == cached
+
+
+@pytest.mark.parametrize("brought", [True, False])
+def test_what_another_run_brought_meanwhile_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brought: bool
+) -> None:
+    """While this one waited for the lock: taken if it is the pinned file, else replaced."""
+    whole = make_wheel(tmp_path / "whole.whl").read_bytes()
+    pin = PinnedFile(NAME, source.digest(tmp_path / "whole.whl"))
+    calls: list[str] = []
+
+    @contextmanager
+    def waited(cache: Path) -> Iterator[bool]:
+        (cache / NAME).write_bytes(whole if brought else b"half")
+        yield True
+
+    def download(version: str, filename: str, folder: Path) -> Path:
+        calls.append(version)
+        (folder / filename).write_bytes(whole)
+        return folder / filename
+
+    monkeypatch.setattr(source, "locked", waited)
+    monkeypatch.setattr(source, "download", download)
+    found = source.fetch_file(Release("1.0", (pin,)), pin, tmp_path / "cache")
+    assert found.read_bytes() == whole
+    assert calls == ([] if brought else ["1.0"])
+    monkeypatch.setattr(source, "locked", lambda cache: pytest.fail("it waited"))
+    assert source.fetch_file(Release("1.0", (pin,)), pin, tmp_path / "cache") == found
+    found.write_bytes(b"half")
+    with pytest.raises(pytest.fail.Exception, match="it waited"):
+        source.fetch_file(Release("1.0", (pin,)), pin, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("code", "brings", "said", "found"),
+    [
+        (0, NAME, "", None),
+        (1, NAME, "ERROR: an end that was not good", "an end that was not good"),
+        (0, "other.whl", "WARNING: not this line\n\n", "other.whl"),
+        (0, None, "", "nothing"),
+        (1, None, "ERROR: first\nERROR: last\nWARNING: upgrade pip\n", "ERROR: last"),
+    ],
+)
+def test_a_download_is_done_when_pip_says_so_and_the_file_is_there(
+    code: int,
+    brings: str | None,
+    said: str,
+    found: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def pip(*_: object, **__: object) -> Any:
+        if brings is not None:
+            (tmp_path / brings).write_bytes(b"")
+        return subprocess.CompletedProcess([], code, stdout="Looking in indexes: https://x\n", stderr=said)
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    if found is None:
+        assert source.pip_download("megatron-core==1.0", tmp_path, [], NAME) == tmp_path / NAME
+        return
+    with pytest.raises(SourceError) as caught:
+        source.pip_download("megatron-core==1.0", tmp_path, [], NAME)
+    assert caught.value.found.removeprefix("ERROR: ").startswith(found.removeprefix("ERROR: ") + "; ")
+    assert caught.value.found.endswith("looked in https://x")
+
+
+@pytest.mark.parametrize(
+    "words", ["externally-managed-environment", "Disk quota exceeded", "no space left on device"]
+)
+def test_more_of_pips_words_have_a_remedy(words: str, tmp_path: Path) -> None:
+    remedy = source.pip_remedy(f"ERROR: {words}", tmp_path / "folder")
+    assert remedy is not None
+    assert ("BREAK_SYSTEM_PACKAGES" in remedy) == words.startswith("externally")
+    assert (str(tmp_path) in remedy) != words.startswith("externally")
+    assert source.pip_remedy("ERROR: something else", tmp_path) is None
 
 
 def test_a_damaged_cache_is_fetched_anew(shop: tuple[Path, Release], tmp_path: Path) -> None:
@@ -135,6 +212,24 @@ def test_the_running_python_is_the_default() -> None:
 def test_what_upstream_does_not_have(python: str, platform: str | None) -> None:
     with pytest.raises(SourceError, match="manylinux_2_28_aarch64"):
         source.choose(load().release("megatron==0.16.1"), python, platform)
+
+
+def test_the_nearest_wheel_is_the_newest_pythons_for_the_machine() -> None:
+    names = [
+        "megatron_core-1.0-py3-none-any.whl",
+        "megatron_core-1.0-cp39-cp39-manylinux_2_28_x86_64.whl",
+        "megatron_core-1.0-cp310-cp310-manylinux_2_28_x86_64.whl",
+        "megatron_core-1.0-cp313-cp313-manylinux_2_28_aarch64.whl",
+        "megatron_core-1.0-cp312-cp312-musllinux_1_2_x86_64.whl",
+    ]
+    release = Release("1.0", tuple(PinnedFile(name, "0" * 64) for name in names))
+    assert source.choose(release, "3.12", "x86_64", nearest=True).filename == names[2]
+    assert source.choose(release, "3.9", "x86_64", nearest=True).filename == names[1]
+    for platform, nearest in (("x86_64", False), ("riscv64", True)):
+        with pytest.raises(SourceError) as caught:
+            source.choose(release, "3.12", platform, nearest=nearest)
+        assert caught.value.expected == f"a wheel for Python 3.12 on {platform}"
+        assert caught.value.found.startswith("wheels for 3.9 manylinux_2_28_x86_64, 3.10 ")
 
 
 @pytest.mark.parametrize("python", ["3", "python3.11", "2.7", "3.11.4", " "])

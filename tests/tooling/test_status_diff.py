@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts import status
 from scripts.diff import main, tree_diff, unified
 from scripts.errors import ExpectationError, StateError
 from scripts.overlay import PACKAGE, RECORD
+from scripts.record import dump
 from scripts.status import HALF, expect, judge, lines
 from scripts.verify import inspect
 
@@ -92,10 +96,123 @@ def test_half_applied(world: Any) -> None:
     assert verdict(world) == HALF
 
 
+def test_without_a_finished_record_a_tree_is_half_applied(world: Any) -> None:
+    """Also where another version wrote it, whose bytes this checkout does not know."""
+    world.apply()
+    record = world.path(RECORD).read_bytes()
+    document = json.loads(record)
+    world.path(RECORD).write_bytes(dump({**document, "previous": {ALPHA: ["0" * 64]}}))
+    assert verdict(world) == HALF
+    world.path(RECORD).unlink()
+    assert verdict(world) == HALF
+    world.path(RECORD).write_bytes(dump({**document, "overlay": 7, "ops": ["alpha"]}))
+    assert verdict(world) == "overlaid by another version or state of the overlay, ops alpha"
+
+
+def test_a_file_of_an_op_that_is_not_applied_may_be_anything(world: Any) -> None:
+    world.apply("alpha")
+    world.path(BETA).write_bytes(b"# a fork's\n")
+    assert verdict(world) == "overlaid, version 1, ops alpha"
+    expecting(world, "overlaid", "alpha")
+
+
+def test_the_commit_of_the_record_makes_no_difference(world: Any) -> None:
+    """The same files from another commit, or from a copy without its repository, are the same overlay."""
+    world.apply()
+    document = json.loads(world.path(RECORD).read_bytes())
+    world.path(RECORD).write_bytes(dump({**document, "commit": "1" * 40}))
+    expecting(world, "overlaid")
+    world.path(RECORD).write_bytes(dump({**document, "ops": ["alpha"]}))
+    with pytest.raises(ExpectationError, match="missing, unfinished or of other ops"):
+        expecting(world, "overlaid")
+
+
+def test_an_installed_record_without_upstreams_own_line(installed: Any) -> None:
+    installed.apply()
+    record = installed.path("megatron_core-1.0.dist-info/RECORD")
+    rows = record.read_bytes().splitlines(keepends=True)
+    record.write_bytes(b"".join(row for row in rows if not row.startswith(ALPHA.encode())))
+    assert f"; but {record.relative_to(installed.root)}: no such line, not " in verdict(installed)
+    with pytest.raises(ExpectationError) as caught:
+        expecting(installed, "overlaid")
+    assert f"a line for {ALPHA}" in caught.value.expected
+    assert "--force-reinstall megatron-core==1.0" in caught.value.remedy
+
+
+def test_what_a_tree_claims_is_repeated_where_its_files_say_otherwise(world: Any) -> None:
+    def claim(manifest: Any = None) -> str | None:
+        known = manifest or world.manifest
+        return status._claim(world.tree, inspect(world.tree.read, known, world.overlay), known)
+
+    info = world.path("megatron/core/package_info.py")
+    info.write_bytes(b"MAJOR = 1\nMINOR = 0\n")
+    assert claim() is None  # it claims nothing
+    info.write_bytes(b"MAJOR = 1\nMINOR = 9\nPATCH = 0\n")
+    said = claim()
+    assert said is not None
+    assert "as in 1.0; " in said
+    assert "says 1.9.0" in said
+    assert claim(replace(world.manifest, files={})) is None  # no file says anything
+    other = replace(world.manifest.files[ALPHA], variants=())
+    files = {**world.manifest.files, ALPHA: other}
+    assert claim(replace(world.manifest, files=files)) is None  # they are of no release in common
+    variant = replace(world.manifest.files[ALPHA].variants[0], releases=("1.9.0",))
+    release = {"1.9.0": world.manifest.releases["1.0"]}
+    files = {ALPHA: replace(other, variants=(variant,))}
+    assert claim(replace(world.manifest, releases=release, files=files)) is None  # it is right
+
+
+def test_a_record_without_any_op(world: Any) -> None:
+    """As another version may write one: nothing is planned for no op."""
+    world.apply("alpha")
+    document = json.loads(world.path(RECORD).read_bytes())
+    world.path(RECORD).write_bytes(dump({**document, "ops": []}))
+    assert verdict(world) == "overlaid by another version or state of the overlay, ops "
+
+
+@pytest.mark.parametrize("overlaid", [True, False])
+def test_what_is_left_is_not_pristine(world: Any, overlaid: bool) -> None:
+    """A killed run's file alone, too, and the record alone; an added file that is somebody's is named."""
+    if overlaid:
+        world.apply("alpha")
+        world.path(ALPHA).write_bytes(world.upstream[ALPHA])
+        for path in world.overlay.added:
+            world.path(path).unlink()
+        left = RECORD
+    else:
+        left = world.tree.temporary(ALPHA).relative_to(world.root).as_posix()
+        world.path(left).write_bytes(b"")
+    if overlaid:
+        with pytest.raises(ExpectationError) as caught:
+            expecting(world, "overlaid", "alpha")
+        assert caught.value.found != "pristine"
+    with pytest.raises(ExpectationError) as caught:
+        expecting(world, "pristine")
+    assert caught.value.found.startswith("something of the overlay is left: ")
+    assert left in caught.value.found
+    world.path(left).unlink()
+    if overlaid:
+        world.revert()
+    expecting(world, "pristine")
+    mine = world.path(f"{PACKAGE}/dispatch.py")
+    mine.parent.mkdir()
+    mine.write_bytes(b"mine\n")
+    assert said(world)[f"{PACKAGE}/dispatch.py"] == "changed by hand, or not the overlay's"
+    with pytest.raises(ExpectationError, match=r"dispatch\.py is edited"):
+        expecting(world, "pristine")
+
+
+def test_a_missing_file_is_said_to_be(world: Any) -> None:
+    world.path(ALPHA).unlink()
+    assert said(world)[ALPHA] == "missing"
+    assert verdict(world) == f"not supported as it is ({ALPHA})"
+
+
 def test_expectations(world: Any) -> None:
     expecting(world, "pristine")
-    with pytest.raises(ExpectationError):
+    with pytest.raises(ExpectationError) as caught:
         expecting(world, "overlaid")
+    assert caught.value.found == "pristine"
     world.apply("alpha")
     expecting(world, "overlaid", "alpha")
     for what, ops in (
@@ -168,8 +285,43 @@ def test_the_diff_takes_the_overlay_out(
     assert files == {path: item for path, item in before.items() if item[1] is not None}
 
 
-def test_the_diff_of_a_pristine_tree_is_empty(world: Any) -> None:
+@pytest.mark.parametrize("form", ["world", "installed"])
+def test_the_diff_of_a_pristine_tree_is_empty(form: str, request: pytest.FixtureRequest) -> None:
+    world = request.getfixturevalue(form)
     assert tree_diff(world.tree, world.manifest, world.overlay) == (b"", {})
+
+
+def test_the_diff_of_a_file_that_is_upstreams_again(world: Any, tmp_path: Path) -> None:
+    """Its record still names it, and nobody changed it by hand."""
+    world.apply()
+    world.path(ALPHA).write_bytes(world.upstream[ALPHA])
+    diff, lost = tree_diff(world.tree, world.manifest, world.overlay, tmp_path)
+    assert not lost
+    assert b"a/" + BETA.encode() in diff
+    assert b"a/" + ALPHA.encode() not in diff
+    assert b"by hand" not in diff
+
+
+def test_the_diff_of_what_the_overlay_never_touched(world: Any, tmp_path: Path) -> None:
+    """An upstream file that is not pinned is a fork's matter, and nothing of it is lost."""
+    world.path(ALPHA).write_bytes(b"# a fork's\n")
+    assert tree_diff(world.tree, world.manifest, world.overlay, tmp_path) == (b"", {})
+    world.apply("beta")
+    diff, lost = tree_diff(world.tree, world.manifest, world.overlay, tmp_path)
+    assert not lost
+    assert b"a fork's" not in diff
+
+
+def test_the_diff_without_the_record(world: Any, tmp_path: Path) -> None:
+    """The marker says what was there."""
+    world.apply()
+    world.path(RECORD).unlink()
+    world.path(ALPHA).write_bytes(above(world.path(ALPHA).read_bytes()))
+    assert list(tree_diff(world.tree, world.manifest, world.overlay, tmp_path)[1]) == [ALPHA]
+    bring_wheel(world, tmp_path)
+    diff, lost = tree_diff(world.tree, world.manifest, world.overlay, tmp_path)
+    assert not lost
+    assert b"# +above = 1" in diff
 
 
 def bring_wheel(world: Any, cache: Path, files: dict[str, bytes] | None = None) -> Path:

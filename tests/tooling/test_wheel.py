@@ -17,15 +17,17 @@ import venv
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import packaging
 import pytest
 from packaging.specifiers import SpecifierSet
 
 from scripts import files, source, wheel
-from scripts.errors import SourceError, StateError, TreeError, UsageError
+from scripts.errors import ExpectationError, SourceError, StateError, TreeError, UsageError
 from scripts.manifest import load
 from scripts.overlay import load_overlay, split
+from scripts.verify import FileState, Plan
 from scripts.wheelfile import read_archive
 
 ROOT = Path(wheel.__file__).resolve().parent.parent
@@ -296,6 +298,7 @@ def test_every_platform_is_every_pinned_wheel(monkeypatch: pytest.MonkeyPatch) -
         ["--tree", ".", "--all-platforms"],
         [RELEASE, "--ops", "no_such_op"],
         [RELEASE, "--python", "three"],
+        ["--tree", ".", "--platform", "aarch64"],
     ],
 )
 def test_misuse(arguments: list[str], tmp_path: Path) -> None:
@@ -437,6 +440,99 @@ def test_a_build_that_fails_says_so(
     with pytest.raises(SourceError, match="pip's words are above"):
         wheel.main(["--tree", str(checkout), "--out", str(tmp_path / "dist")])
     assert "the backend is broken" in capsys.readouterr().err
+
+
+def test_each_thing_that_is_not_as_in_upstreams_wheel_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def left(path: str, data: bytes | None) -> FileState:
+        return FileState(path, "patch", "alpha", "left", data)
+
+    files = (left("a.py", None), left("b.py", b"fork"))
+    plan = Plan((), ("alpha",), None, ("1.0", "1.1"), left=files, missing=("beta", "gamma"))
+    upstream = SimpleNamespace(filename="up.whl", signatures=("d/RECORD.jws", "d/RECORD.p7s"))
+    wheel._report(wheel.Patched(upstream, b"data", plan, upstream), tmp_path / "new.whl")
+    said = capsys.readouterr().out
+    for line in (
+        "  4 bytes, sha256 " + hashlib.sha256(b"data").hexdigest(),
+        "  from up.whl, files as in 1.0, 1.1; that does not make it the release",
+        "  left: a.py is not there: this call site stays upstream's (op alpha)",
+        "  left: b.py is no pinned variant: this call site stays upstream's (op alpha)",
+        "  none: beta, this release has nothing for it to change",
+        "  none: gamma, this release has nothing for it to change",
+        "  left out: d/RECORD.jws, which signs upstream's RECORD",
+        "  left out: d/RECORD.p7s, which signs upstream's RECORD",
+    ):
+        assert line in said.splitlines()
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_what_may_be_another_runs_is_left_where_there_are_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    others = [tmp_path / f".megatron_core-1.0-py3-none-any.whl.{number}.tmp" for number in (41, 42)]
+    for other in others:
+        other.write_bytes(b"half")
+
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(37, "No locks available")
+
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", refuse)
+    assert wheel._write(tmp_path, "new.whl", b"data").read_bytes() == b"data"
+    assert [other.exists() for other in others] == [not locks] * 2
+    assert len(list(tmp_path.iterdir())) == (1 if locks else 3)
+
+
+@pytest.mark.parametrize("text", [None, b"another text"])
+def test_a_licence_text_that_is_not_the_pinned_one_goes_into_no_wheel(
+    tmp_path: Path, text: bytes | None
+) -> None:
+    manifest = load()
+    version = manifest.newest()
+    pin = manifest.license(version)
+    if text is not None:
+        (tmp_path / pin.path).parent.mkdir()
+        (tmp_path / pin.path).write_bytes(text)
+    with pytest.raises(ExpectationError) as caught:
+        wheel.pinned_license(manifest, version, tmp_path)
+    assert (caught.value.file, caught.value.expected) == (pin.path, f"sha256 {pin.sha256}")
+    found = "no file" if text is None else f"sha256 {hashlib.sha256(text).hexdigest()}"
+    assert caught.value.found == found
+
+
+PIP: dict[str, tuple[int, int, str, str]] = {
+    "no wheel": (0, 0, "", "see that pip wheel --no-deps"),
+    "two wheels": (0, 2, "", "see that pip wheel --no-deps"),
+    "a wheel, and a failure after it": (1, 1, "", "see that pip wheel --no-deps"),
+    "a failure that tells its remedy": (1, 0, "No module named pip", "ensurepip"),
+}
+
+
+@pytest.mark.parametrize("case", PIP)
+def test_what_pip_leaves_is_one_wheel(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, count, words, remedy = PIP[case]
+
+    def pip(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        out = Path(command[command.index("--wheel-dir") + 1])
+        out.mkdir()
+        for number in range(count):
+            (out / f"{number}.whl").write_bytes(b"")
+        return subprocess.CompletedProcess(command, code, f"pip said {words}")
+
+    monkeypatch.setattr(wheel, "subprocess", SimpleNamespace(run=pip, PIPE=-1, STDOUT=-2))
+    monkeypatch.setattr(wheel, "read_wheel", lambda *_: pytest.fail("it was opened"))
+    with pytest.raises(SourceError) as caught:
+        wheel._build(tmp_path / "copy", tmp_path / "built", tmp_path / "checkout")
+    assert (caught.value.file, caught.value.expected) == (
+        str(tmp_path / "checkout"),
+        "one wheel, built by pip",
+    )
+    assert caught.value.found == f"exit code {code} and {count} wheels; pip's words are above"
+    assert remedy in caught.value.remedy
+    assert capsys.readouterr().err == f"pip said {words}\n"
 
 
 def test_a_tree_that_apply_refuses_is_refused(checkout: Path, tmp_path: Path) -> None:

@@ -219,6 +219,22 @@ def _overlap() -> bytes:
     return bytes(data)
 
 
+def _cut_header() -> bytes:
+    """A member that is said to begin in the last bytes of the file."""
+    made = bytearray(_named("a"))
+    made[-2:] = b"\x04\x00"
+    start = made.index(b"PK\x01\x02") + 42
+    made[start : start + 4] = struct.pack("<L", len(made))
+    return bytes(made) + b"PK\x03\x04"
+
+
+def _two_sizes() -> bytes:
+    """A streamed member whose local header has sizes all the same, and other ones."""
+    made = bytearray(_streamed())
+    made[18:22] = b"\x01\x00\x00\x00"
+    return bytes(made)
+
+
 def _end(position: int, data: bytes, *names: str) -> bytes:
     """An archive with other bytes in its end record."""
     made = bytearray(_named(*names or ("a",)))
@@ -267,7 +283,10 @@ TWO_HEADERS = "flags and method in both headers"
         (lambda: _local(14, bytes(12)), "CRC and sizes in both headers", "two different"),
         (lambda: _local(0, b"PK\x05"), "a local header at the offset", "none"),
         (lambda: _central(42, b"\x50"), "a local header at the offset", "none"),
+        (_cut_header, "a local header at the offset", "none"),
+        (_two_sizes, "CRC and sizes in both headers", "two different"),
         (_overlap, "members that do not overlap", "runs into the next"),
+        (lambda: _end(20, b"\x05"), "one zip file from first byte to last", "a split archive"),
         (lambda: _end(4, b"\x01"), "one zip file from first byte to last", "a split archive"),
         (lambda: _end(6, b"\x01"), "one zip file from first byte to last", "a split archive"),
         (lambda: _end(8, b"\x01\x00\x02"), "one zip file from first byte to last", "a split archive"),
@@ -288,6 +307,28 @@ def test_an_archive_that_cannot_be_carried_over_is_refused(
     assert found in caught.value.found
     assert caught.value.file.startswith("x.whl")
     assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_member_whose_bytes_changed_is_refused_when_it_is_read(method: int) -> None:
+    data = bytearray(_compressed(method))
+    data[34] ^= 0x10
+    archive = read_archive(bytes(data), "x.whl")
+    with pytest.raises(SourceError) as caught:
+        archive.read(archive.members[0])
+    assert (caught.value.file, caught.value.expected) == ("x.whl:a", "a member that unpacks")
+
+
+class _Large(bytearray):
+    def __len__(self) -> int:
+        return 0xFFFFFFFF
+
+
+def test_an_archive_beyond_four_gigabytes_is_not_written() -> None:
+    writer = ArchiveWriter()
+    writer._body = _Large()
+    with pytest.raises(ValueError, match="zip64"):
+        writer.finish()
 
 
 @given(st.data())

@@ -77,6 +77,11 @@ def test_metadata_without_a_description_gets_one(body: str | None) -> None:
     assert str(parsed.get_payload()).split() == ["first", "second"]
 
 
+def test_a_last_header_without_a_line_end_gets_one() -> None:
+    result = _edit("\n".join(HEADERS).encode()).decode()
+    assert result.split("\n")[-5:] == [HEADERS[-1], "", "first", "second", ""]
+
+
 def test_license_files_are_declared_from_metadata_2_4_on() -> None:
     for version, expected in [("2.1", ["AUTHORS"]), ("2.3", ["AUTHORS"]), ("2.10", ["AUTHORS", *FILES])]:
         headers = [f"Metadata-Version: {version}", *HEADERS[1:]]
@@ -100,6 +105,9 @@ def test_a_header_that_is_there_is_not_repeated() -> None:
         [*HEADERS, "Description: in a header"],
         [" continued", *HEADERS],
         [*HEADERS, "no colon"],
+        [*HEADERS, ": no name"],
+        [*HEADERS, "Blank : after the name"],
+        ["Metadata-Version: 2.4", "Version:"],
         ["Metadata-Version: two", "Version: 1"],
         [],
     ],
@@ -200,6 +208,22 @@ def _edit_record(text: str, changed: dict[str, bytes] | None = None, **more: obj
     return edit_record(text.encode(), "R", changed=changed or {}, **arguments)  # type: ignore[arg-type]
 
 
+def test_a_blank_line_of_record_stays() -> None:
+    assert _edit_record("a,sha256=x,1\n\nR,,\n") == b"a,sha256=x,1\n\nR,,\n"
+
+
+def test_blank_lines_and_padding_are_no_reason_to_refuse() -> None:
+    padded = _row("a", b"a").replace(",1\n", "=,1\n")
+    for text in (padded, _row("a", b"a") + "\n", _row("a", b"a").replace(",1\n", ",\n")):
+        check_record((text + "R,,\n").encode(), "R", files={"a": b"a"}, unhashed={"R"})
+
+
+def test_the_lines_of_record_end_as_the_first_does_that_has_an_end() -> None:
+    """Also where its own line, before which new ones go, is the last and has none."""
+    result = _edit_record("a,sha256=x,1\r\nR,,", added={"b": b""})
+    assert result == b"a,sha256=x,1\r\n" + _row("b", b"", "\r\n").encode() + b"R,,"
+
+
 def test_a_signature_leaves_record() -> None:
     assert _edit_record("a,sha256=x,1\nR.jws,,\nR,,\n", dropped=["R.jws"]) == b"a,sha256=x,1\nR,,\n"
 
@@ -228,6 +252,7 @@ def test_a_record_that_is_not_right_is_refused(
     [
         "R,,\n",
         _row("a", b"other") + "R,,\n",
+        _row("a", b"b") + "R,,\n",  # of the same size
         _row("a", b"a").replace(",1\n", ",2\n") + "R,,\n",
         _row("a", b"a") * 2 + "R,,\n",
         _row("a", b"a") + _row("b", b"b") + "R,,\n",

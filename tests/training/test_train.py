@@ -326,6 +326,10 @@ def _arguments(*argv: str) -> argparse.Namespace:
     [
         (["--tp", "3", "--nproc", "4"], "--tp 3 --nproc 4"),
         (["--tp", "4"], "--tp 4"),
+        (["--tp", "0"], "--tp 0"),
+        (["--tp", "-1"], "--tp -1"),
+        (["--nproc", "0"], "--tp 1 --nproc 0"),
+        (["--nproc", "-2"], "--tp 1 --nproc -2"),
         (["--iterations", "1"], "--iterations 1"),
         (["--sequence-parallel"], "--sequence-parallel alone"),
         ([], "neither"),
@@ -336,6 +340,28 @@ def test_arguments_that_do_not_fit_are_refused(argv: list[str], found: str) -> N
     with pytest.raises(UsageError) as caught:
         train.run(_arguments("--device", "cpu", *argv))
     assert caught.value.found == found
+
+
+@pytest.mark.parametrize(
+    ("argv", "gpus", "ranks"),
+    [
+        ([], 3, 3),
+        (["--tp", "2"], 3, 2),
+        (["--tp", "2"], 1, "2 ranks"),
+        (["--nproc", "4"], 3, "4 ranks"),
+        (["--nproc", "3"], 3, 3),
+        (["--tp", "0"], 3, "--tp 0"),
+        (["--tp", "-1"], 3, "--tp -1"),
+    ],
+)
+def test_no_more_ranks_than_gpus(argv: list[str], gpus: int, ranks: int | str) -> None:
+    arguments = _arguments("megatron==0.16.1", *argv)
+    if isinstance(ranks, int):
+        assert train._options(arguments, "cuda", gpus).ranks == ranks
+        return
+    with pytest.raises(UsageError) as caught:
+        train._options(arguments, "cuda", gpus)
+    assert caught.value.found == ranks
 
 
 def test_sequence_parallelism_is_refused_while_the_norms_are_upstreams() -> None:
