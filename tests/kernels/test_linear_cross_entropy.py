@@ -695,6 +695,6 @@ def test_graph_capture(device: torch.device, capture: Any) -> None:
     replay = capture(step, (hidden, weight, target, dloss))
     for _ in range(2):
         fresh = large(256, 32000, device, 512)
-        right = run(linear_cross_entropy, *fresh, budget_mb=8)
-        for value, right in zip(vars(replay(fresh)).values(), vars(right).values()):
+        expected = run(linear_cross_entropy, *fresh, budget_mb=8)
+        for value, right in zip(vars(replay(fresh)).values(), vars(expected).values()):
             torch.testing.assert_close(value, right)
