@@ -753,6 +753,7 @@ def rms_norm(
     """
     _check("rms_norm", x, weight, None)
     dtype = rms_norm_dtype(x.dtype, weight.dtype)
+    x, weight = plain(x), plain(weight)
     tied = residual and x.requires_grad
     results = NormFunction.apply(x, weight, None, eps, zero_centered, False, dtype, tied)
     return (results, x) if residual and not tied else results
@@ -789,5 +790,6 @@ def layer_norm(
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         found = f"weight {weight.dtype}" + ("" if bias is None else f", bias {bias.dtype}")
         raise TypeError(f"layer_norm: x is {x.dtype}, {found}; they must be the same")
+    x, weight, bias = plain(x), plain(weight), None if bias is None else plain(bias)
     result: torch.Tensor = NormFunction.apply(x, weight, bias, eps, zero_centered, True, x.dtype, False)
     return result

@@ -78,3 +78,34 @@ def test_saved_tensors_may_come_back_with_other_strides(name: str, how: str, dev
             out = function(leaf * 1)
         gradients.append(torch.autograd.grad(out, leaf, dout)[0])
     assert torch.equal(*gradients)
+
+
+OPERANDS: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]] = {
+    "cross_entropy": (vocab_parallel_cross_entropy, ((ROWS, N), (ROWS,))),
+    "linear_cross_entropy": (linear_cross_entropy, ((ROWS, 5), (N, 5), (ROWS,))),
+    "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5), ((ROWS, N), (N,))),
+    "residual": (lambda x, w: sum(rms_norm(x, w, 1e-5, residual=True)), ((ROWS, N), (N,))),
+    "layer_norm": (lambda x, w, b: layer_norm(x, w, b, 1e-5), ((ROWS, N), (N,), (N,))),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_pending_negation(name: str, device: torch.device) -> None:
+    """A view whose sign is not in memory: every operand, and the output's gradient. Gated ones: their own."""
+    function, shapes = OPERANDS[name]
+    labels = name.endswith("cross_entropy")
+    inputs = [torch.randn(shape, device=device) for shape in shapes]
+    if labels:
+        inputs[-1] = torch.arange(1, ROWS + 1, device=device)
+    dout = torch.randn_like(function(*inputs))
+    results = []
+    for negate in (False, True):
+        leaves = [(-x if negate else x.clone()) for x in inputs]
+        trained = leaves[: len(leaves) - labels]
+        for leaf in trained:
+            leaf.requires_grad_()
+        out = function(*(torch._neg_view(x) if negate else x for x in leaves))
+        gradients = torch.autograd.grad(out, trained, torch._neg_view(-dout) if negate else dout)
+        results.append([out, *(-x if negate else x for x in gradients)])
+    for plain, negated in zip(*results):
+        assert torch.equal(plain, negated)
