@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def work(models: Any, run: dict[str, Any], device: torch.device) -> dict[str, An
 
     overlay = runtime.overlay()
     assert overlay is not None
-    overlay.dispatch.OPS["linear_cross_entropy"].enabled = run["on"]
+    if not run["as_set"]:
+        overlay.dispatch.OPS["linear_cross_entropy"].enabled = run["on"]
     if run["tiles"]:
         importlib.import_module("megatron.core.liger.kernels.linear_cross_entropy").FEWEST_COLUMNS = 16
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -90,7 +92,10 @@ def work(models: Any, run: dict[str, Any], device: torch.device) -> dict[str, An
     }
     overlay.reset_counters()
     with models.InDouble() if run["dtype"] == "float64" else contextlib.nullcontext():
-        losses = model(**arguments, **({"loss_mask": mask.float()} if run["mtp"] else {}))
+        try:
+            losses = model(**arguments, **({"loss_mask": mask.float()} if run["mtp"] else {}))
+        except overlay.RankError as error:
+            return {"error": str(error)}
         # Not Tensor.backward: while that one runs, InDouble does not see upstream's backward functions.
         torch.autograd.backward([models.mean(losses, mask)])
     counters = overlay.counters()
@@ -116,13 +121,15 @@ def work(models: Any, run: dict[str, Any], device: torch.device) -> dict[str, An
     }
 
 
-DEFAULTS = dict.fromkeys(("simple", "mtp", "tied", "fused", "mup", "tiles", "sequence_parallel", "on"), False)
+SWITCHES = ("simple", "mtp", "tied", "fused", "mup", "tiles", "sequence_parallel", "on", "as_set")
+DEFAULTS = dict.fromkeys(SWITCHES, False)
 
 
 def main(argv: list[str]) -> int:
     """Run the plan in ``argv[0]``."""
     plan = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     folder = Path(plan["folder"])
+    os.environ.update(plan["environs"].get(os.environ["RANK"], {}))
     device = runtime.prepare(plan["device"])
     runtime.check_tree()
     if device.type == "cpu":

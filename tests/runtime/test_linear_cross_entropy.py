@@ -43,10 +43,22 @@ Found = dict[str, list[dict[str, Any]]]
 
 
 def run_job(
-    tree: Path, folder: Path, runs: Sequence[Mapping[str, Any]], *, tp: int = 1, device: str, **more: str
+    tree: Path,
+    folder: Path,
+    runs: Sequence[Mapping[str, Any]],
+    *,
+    tp: int = 1,
+    device: str,
+    environs: Mapping[int, Mapping[str, str]] | None = None,
+    **more: str,
 ) -> Found:
-    """What each run found, by name and rank."""
-    plan = {"tp": tp, "runs": runs, "sizes": "step" if runs[0].get("simple") else ""}
+    """What each run found, by name and rank; ``environs``: what is set on some ranks alone."""
+    plan = {
+        "tp": tp,
+        "runs": runs,
+        "sizes": "step" if runs[0].get("simple") else "",
+        "environs": environs or {},
+    }
     run_world(
         PROGRAM, plan, tree=tree, folder=folder, ranks=tp, device=device, timeout=200, extra={**ON, **more}
     )
@@ -129,6 +141,22 @@ def test_two_tensor_parallel_ranks(overlaid_tree: Path, tmp_path: Path, sequence
     found = run_job(overlaid_tree, tmp_path, runs, tp=2, device=where(2))
     problems = [line for kind in ("untied", "mtp") for line in compare(found, kind, 2 * (kind == "mtp"), 2)]
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sequence_parallel", "switch"),
+    [("untied", False, "norms"), ("untied", True, "norms"), ("mtp", True, "cross_entropy,norms")],
+)
+def test_it_is_off_on_one_rank(
+    overlaid_tree: Path, tmp_path: Path, kind: str, sequence_parallel: bool, switch: str
+) -> None:
+    """An error on both, at once: with sequence parallelism, too, where upstream's layer has a collective."""
+    choice = {**KINDS[kind], "sequence_parallel": sequence_parallel, "as_set": True}
+    run = {"name": "run", "dtype": "float32", "seed": SEEDS[0], **choice}
+    odd = {1: {"LIGER_MEGATRON": switch}}
+    for rank in run_job(overlaid_tree, tmp_path, [run], tp=2, device=where(2), environs=odd)["run"]:
+        assert f"rank 1 differs: rank 0 with LIGER_MEGATRON={NAME},norms" in rank["error"]
+        assert f"rank 1 with LIGER_MEGATRON={switch}" in rank["error"]
 
 
 @pytest.mark.parametrize("version", ["0.14.0", "0.17.1", "0.18.2"])

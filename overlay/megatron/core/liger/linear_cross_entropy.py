@@ -275,8 +275,18 @@ def decide(call: Call) -> tuple[str | None, Any]:
         if not ranks.known(group):
             return GROUP, None
         # A rank that does not come here asks the others in the loss that upstream has for it.
+        if call.layer.sequence_parallel and not ranks.asked(group):
+            _meet(call.hidden, group)
         ranks.agree(group, OP.name, ranks.KERNEL)
     return reason, group
+
+
+def _meet(hidden: torch.Tensor, group: Any) -> None:
+    """The collective that a rank without the kernel is in before its loss: upstream's layer gathers."""
+    whole = torch.empty(
+        (hidden.shape[0] * group.size(), *hidden.shape[1:]), dtype=hidden.dtype, device=hidden.device
+    )
+    torch.distributed.all_gather_into_tensor(whole, hidden.detach().contiguous(), group=group)
 
 
 def run(call: Call, group: Any, keep: bool) -> torch.Tensor:

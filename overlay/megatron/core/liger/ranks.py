@@ -47,6 +47,11 @@ def known(group: Any) -> bool:
     return isinstance(group, torch.distributed.ProcessGroup) and _store_of(group) is not None
 
 
+def asked(group: torch.distributed.ProcessGroup) -> bool:
+    """Whether the ranks of ``group`` have told each other what they run."""
+    return group in _verdicts
+
+
 def agree(group: torch.distributed.ProcessGroup, op: str, runs: str) -> None:
     """Return when all ranks of ``group`` run the same; asks them at the first call only.
 
