@@ -140,6 +140,15 @@ _ALL_OPS = (
         products=(1, 2),
     ),
     Op("rms_norm", "RMSNorm", "hidden size", (1, 1), (2, 1), _NORMS, _tokens(4096)),
+    Op(
+        "rms_norm_residual",
+        "RMSNorm that gives its residual",
+        "hidden size",
+        (1, 1),
+        (3, 1),
+        _tokens(2048, 4096, 8192, 16384),
+        _tokens(4096),
+    ),
     Op("layer_norm", "LayerNorm", "hidden size", (1, 1), (2, 1), _NORMS, _tokens(4096)),
 )
 OPS = {op.name: op for op in _ALL_OPS}

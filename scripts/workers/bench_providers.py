@@ -4,8 +4,8 @@
 A provider's loader imports it and returns, by op, a function that is given a case's tensors once and returns
 the call: tensors in, result out, ``[rows, columns]``, or ``[rows]`` of the cross-entropy, or its mean with
 the output layer. Tensors are ``x`` (``[rows, 2 columns]`` of gated activations, ``[rows, HIDDEN_SIZE]`` of
-the output layer, else ``[rows, columns]``), ``bias``, ``weights`` (``[rows, 1]``, float32), ``target`` and
-``weight`` (a norm's, or ``[columns, HIDDEN_SIZE]``).
+the output layer, else ``[rows, columns]``), ``bias``, ``weights`` (``[rows, 1]``, float32), ``target``,
+``weight`` (a norm's, or ``[columns, HIDDEN_SIZE]``) and ``branch``, the gradient that comes back past a norm.
 """
 
 from __future__ import annotations
@@ -101,6 +101,35 @@ def load(provider: str) -> Mapping[str, Bind]:
         raise UnavailableError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
+class _Branch(torch.autograd.Function):
+    """``apply(out, x, gradient)``: ``out``, and in the backward ``gradient`` for ``x``.
+
+    That is what a layer hands back that adds ``x`` to its own result.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return dout, gradient, None
+
+
+_branch: Callable[..., torch.Tensor] = _Branch.apply
+
+
+def with_branch(norm: Call) -> Call:
+    """A norm whose input goes on beside it; autograd adds the gradients of the two."""
+
+    def call(t: Tensors) -> torch.Tensor:
+        return _branch(norm(t), t["x"], t["branch"])
+
+    return call
+
+
 def _always(call: Call) -> Bind:
     return lambda _: call
 
@@ -146,6 +175,12 @@ def _kernels(*, in_place: bool = False) -> dict[str, Bind]:
         ops["linear_cross_entropy"] = _always(lambda t: linear(t["x"], t["weight"], t["target"]).mean())
         ops["rms_norm"] = _always(lambda t: norms.rms_norm(t["x"], t["weight"], EPS))
         ops["layer_norm"] = _always(lambda t: norms.layer_norm(t["x"], t["weight"], t["bias"], EPS))
+
+        def residual(t: Tensors) -> torch.Tensor:
+            out, x = norms.rms_norm(t["x"], t["weight"], EPS, residual=True)
+            return _branch(out, x, t["branch"])
+
+        ops["rms_norm_residual"] = _always(residual)
     return ops
 
 
@@ -160,11 +195,17 @@ def _logits(t: Tensors) -> torch.Tensor:
 
 def _torch_calls() -> dict[str, Call]:
     norms = kernels("norms")
+
+    def rms_norm(t: Tensors) -> torch.Tensor:
+        result: torch.Tensor = norms.rms_norm_reference(t["x"], t["weight"], EPS)
+        return result
+
     return {
         **{op: activation(op, reference=True) for op in ACTIVATIONS if not OPS[op].stored},
         "cross_entropy": lambda t: F.cross_entropy(t["x"].float(), t["target"], reduction="none"),
         "linear_cross_entropy": lambda t: F.cross_entropy(_logits(t).float(), t["target"]),
-        "rms_norm": lambda t: norms.rms_norm_reference(t["x"], t["weight"], EPS),
+        "rms_norm": rms_norm,
+        "rms_norm_residual": with_branch(rms_norm),
         "layer_norm": lambda t: norms.layer_norm_reference(t["x"], t["weight"], t["bias"], EPS),
     }
 
@@ -204,23 +245,27 @@ def _megatron() -> dict[str, Bind]:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    def norm(normalization: str) -> Bind:
+    def norm(normalization: str, around: Callable[[Call], Call] = lambda call: call) -> Bind:
         def bind(t: Tensors) -> Call:
             config = SimpleNamespace(normalization=normalization, **dict.fromkeys(REFUSED_BY_UPSTREAM, False))
             module = WrappedTorchNorm(config=config, hidden_size=t["x"].shape[-1], eps=EPS)
             module.weight = t["weight"]
             if "bias" in t:
                 module.bias = t["bias"]
-            return lambda t: module(t["x"])
+            return around(lambda t: module(t["x"]))
 
         return bind
 
     plain = _always(lambda t: bias_swiglu_impl(t["x"], t.get("bias")))
     loss = _loss(fused_vocab_parallel_cross_entropy, parallel_state.get_tensor_model_parallel_group())
-    # Overlaid, this would be the kernels' loss behind a product: that is `kernels-plain`.
-    of_pristine = {} if runtime.overlay() else {"linear_cross_entropy": _linear(loss)}
+    # Overlaid, the first would be the kernels' loss behind a product: that is `kernels-plain`. The second's
+    # switch is without effect in upstream's local specs.
+    of_pristine = {
+        "linear_cross_entropy": _linear(loss),
+        "rms_norm_residual": norm("RMSNorm", with_branch),
+    }
     return {
-        **of_pristine,
+        **({} if runtime.overlay() else of_pristine),
         **_megatron_activations(),
         "swiglu": plain,
         "swiglu_bias": plain,

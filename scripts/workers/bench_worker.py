@@ -35,6 +35,7 @@ from scripts.workers.bench_providers import (
     UnavailableError,
     activation,
     kernels,
+    with_branch,
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -48,6 +49,8 @@ LOSS_SCALE = {"fp16": 4096.0}
 # The standard deviation of an output layer's logits. All that write them in a narrow dtype round them, and as
 # an exponential's relative error is its argument's absolute one, a logit's size multiplies what that costs.
 LOGITS = 4.0
+
+CONSTANTS = {"target", "branch"}  # of the tensors: nobody wants their gradient
 
 CHUNK_ELEMENTS = 2**25  # of float64 at a time
 FLUSH_BYTES = 2**28  # several times any cache
@@ -167,13 +170,15 @@ def make_inputs(op: str, shape: Shape, dtype: str, device: torch.device) -> Inpu
         shared = {"weight": normal(columns)}
         if op == "layer_norm":
             shared["bias"] = normal(columns)
+        if op == "rms_norm_residual":
+            by_row["branch"] = normal(rows, columns)
     return _with_gradients(by_row, shared, gradient, by_row["x"].shape[1])
 
 
 def _with_gradients(by_row: Tensors, shared: Tensors, gradient: torch.Tensor, elements: int) -> Inputs:
-    for x in by_row.values():
-        x.requires_grad_()
-    for name in shared.keys() - {"target"}:
+    for name in by_row.keys() - CONSTANTS:
+        by_row[name].requires_grad_()
+    for name in shared.keys() - CONSTANTS:
         shared[name] = torch.nn.Parameter(shared[name])
     return Inputs(by_row, shared, gradient, elements)
 
@@ -193,6 +198,8 @@ def truth(op: str, t: Tensors, rows: int) -> torch.Tensor:
     elif op == "linear_cross_entropy":
         reference = kernels("linear_cross_entropy").linear_cross_entropy_reference
         result = reference(t["x"], t["weight"], t["target"]).sum() / rows
+    elif op == "rms_norm_residual":
+        result = with_branch(lambda t: kernels("norms").rms_norm_reference(t["x"], t["weight"], EPS))(t)
     elif op == "rms_norm":
         result = kernels("norms").rms_norm_reference(t["x"], t["weight"], EPS)
     else:
@@ -308,7 +315,10 @@ def _truths(op: str, inputs: Inputs) -> Iterator[Tensors]:
     step = max(1, CHUNK_ELEMENTS // inputs.elements)
     for first in range(0, total, step):
         rows = slice(first, first + step)
-        exact = {name: x.detach()[rows].double().requires_grad_() for name, x in inputs.by_row.items()}
+        exact = {
+            name: x.detach()[rows].double().requires_grad_(x.requires_grad)
+            for name, x in inputs.by_row.items()
+        }
         for name, x in inputs.shared.items():
             labels = name == "target"
             exact[name] = x[rows] if labels else x.detach().double().requires_grad_()

@@ -37,6 +37,7 @@ CPU = ("--device", "cpu", "--tiny")
         ("swiglu_fp8", 4, 4),
         ("cross_entropy", 1, 2),
         ("rms_norm", 2, 3),
+        ("rms_norm_residual", 2, 4),
         ("layer_norm", 2, 3),
         ("linear_cross_entropy", 0, 0),
     ],
@@ -249,6 +250,10 @@ WRONG = {
     "output layer: weight gradient": ("linear_cross_entropy", _of_gradient("weight", lambda g: -g)),
     "RMSNorm: a row": ("rms_norm", _of_result(_wrong_row)),
     "RMSNorm: weight gradient": ("rms_norm", _of_gradient("weight", _without_last_column)),
+    "RMSNorm: gradient of the residual": (
+        "rms_norm_residual",
+        lambda right: lambda t: right({**t, "branch": t["branch"] * 1.05}),
+    ),
     "LayerNorm: bias gradient": ("layer_norm", _of_gradient("bias", lambda g: g * 0)),
 }
 
