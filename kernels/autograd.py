@@ -59,7 +59,8 @@ def may_overwrite(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 
 def hooked() -> bool:
-    """Whether hooks on saved tensors (offloading, recomputation) are at work."""
+    """Whether hooks on saved tensors (offloading, recomputation) are at work; torch before 2.8 does not tell:
+    there they may be."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(False) is not None
 

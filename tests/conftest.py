@@ -58,10 +58,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    lacking = {}
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        lacking["gpu"] = "needs a GPU"
+    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        lacking["reuse"] = "needs torch 2.8"
+    for item in items:
+        for name, reason in lacking.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_report_header() -> str:

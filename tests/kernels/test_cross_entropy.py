@@ -524,6 +524,7 @@ def test_logits_changed_after_the_forward_are_refused(device: torch.device) -> N
 # --- In place ---
 
 
+@pytest.mark.reuse
 @pytest.mark.parametrize("layout", [torch.clone, sliced, every_second, batch_first])
 @pytest.mark.parametrize("columns", [5, 128, 1025, 18992])
 def test_in_place(columns: int, layout: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
@@ -548,6 +549,7 @@ def test_in_place_leaves_the_rest_of_a_buffer_alone(device: torch.device) -> Non
     assert torch.equal(buffer[:, 1025:], torch.ones_like(logits))
 
 
+@pytest.mark.reuse
 def test_in_place_a_second_backward_is_refused(device: torch.device) -> None:
     logits, target, dloss = make((5,), 24, torch.bfloat16, device)
     loss = vocab_parallel_cross_entropy(logits.requires_grad_() * 1, target, in_place=True)
@@ -556,6 +558,7 @@ def test_in_place_a_second_backward_is_refused(device: torch.device) -> None:
         loss.backward(dloss)
 
 
+@pytest.mark.reuse
 def test_in_place_another_use_of_the_logits(device: torch.device) -> None:
     """Refused if its backward comes after ours, right if it comes before."""
     x, target, _ = make((5,), 24, torch.float32, device)

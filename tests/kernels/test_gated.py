@@ -801,6 +801,7 @@ def test_an_input_changed_after_the_forward_is_refused(device: torch.device) -> 
 # --- In place ---
 
 
+@pytest.mark.reuse
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", [torch.clone, sliced, every_second])
 def test_in_place(mode: str, layout: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
@@ -831,6 +832,7 @@ def test_in_place_leaves_the_rest_of_a_buffer_alone(device: torch.device) -> Non
     assert torch.equal(buffer[:, 80:], torch.ones_like(wide))
 
 
+@pytest.mark.reuse
 @pytest.mark.parametrize("mode", MODES)
 def test_in_place_a_second_backward_is_refused(mode: str, device: torch.device) -> None:
     inputs, dout = make(mode, (5, 40), torch.bfloat16, device)
@@ -840,6 +842,7 @@ def test_in_place_a_second_backward_is_refused(mode: str, device: torch.device) 
         out.backward(dout)
 
 
+@pytest.mark.reuse
 def test_in_place_another_use_of_the_input(device: torch.device) -> None:
     """Refused if its backward comes after ours, right if it comes before."""
     (x, _, _), _ = make("plain", (5, 40), torch.float32, device)

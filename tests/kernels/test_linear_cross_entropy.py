@@ -280,6 +280,7 @@ def test_a_large_budget_makes_the_logits_once(device: torch.device, launched: Co
         check(*inputs, got)
 
 
+@pytest.mark.reuse
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_last_tile_is_made_once(
     keep: bool, device: torch.device, tiles: Tiles, monkeypatch: pytest.MonkeyPatch

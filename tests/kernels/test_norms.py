@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from liger_kernels import norms as module
@@ -553,8 +552,10 @@ def test_any_shape_and_strides(
         """Dimensions in memory in another order, padded at the end and between rows."""
         order = [d for d in order if d < x.dim()]
         inverse = [order.index(d) for d in range(x.dim())]
-        wide = F.pad(x.permute(order), (pad[0], pad[0], 0, pad[1]), value=float("nan"))
-        return wide[..., : wide.shape[-2] - pad[1], pad[0] : wide.shape[-1] - pad[0]].permute(inverse)
+        inner = x.permute(order)
+        *outer, rows, columns = inner.shape
+        wide = inner.new_full((*outer, rows + pad[1], columns + 2 * pad[0]), float("nan"))
+        return wide[..., :rows, pad[0] : pad[0] + columns].copy_(inner).permute(inverse)
 
     x = strided(inputs.x, order)
     assert torch.equal(x, inputs.x)

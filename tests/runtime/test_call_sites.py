@@ -52,6 +52,7 @@ def look(python: Python, tmp_path: Path) -> Look:
     def run(tree: Path, **environ: str) -> dict[str, Any]:
         path = os.pathsep.join([str(tree), str(tmp_path)])
         environ = {**KERNELS, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, **environ}
+        environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # 0.15 compiles a helper at its import
         done = python(str(PROGRAM), str(tmp_path), **environ)
         found: dict[str, Any] = json.loads(next(s for s in done.stdout.splitlines() if s.startswith("{")))
         return found

@@ -424,6 +424,7 @@ def test_transposed_logits(both: Entries, device: torch.device, name: str, dtype
         both(name, logits.detach(), target.t(), upstream=True)
 
 
+@pytest.mark.reuse
 @pytest.mark.parametrize("name", ENTRIES)
 def test_backward_twice(
     both: Entries, device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str

@@ -108,6 +108,32 @@ def test_the_numbers_of_a_version(dispatch: ModuleType, text: str, pair: tuple[i
 
 
 @pytest.mark.parametrize(
+    ("version", "setting", "said"),
+    [
+        (
+            "2.7.1+cu126",
+            "swiglu",
+            ["LIGER_MEGATRON_IN_PLACE has no effect with torch 2.7.1+cu126: before 2.8 "],
+        ),
+        ("2.8.0", "swiglu", []),
+        ("2.7.1", "", []),
+    ],
+)
+def test_in_place_that_an_old_torch_cannot_do_is_said_at_the_start(
+    dispatch: ModuleType, monkeypatch: pytest.MonkeyPatch, version: str, setting: str, said: list[str]
+) -> None:
+    job = importlib.import_module("megatron.core.liger.job")
+    settings = importlib.import_module("megatron.core.liger.settings")
+    heard: list[str] = []
+    monkeypatch.setattr(dispatch, "SETTINGS", settings.read({"LIGER_MEGATRON_IN_PLACE": setting}))
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(dispatch.LOGGER, "warning", heard.append)
+    monkeypatch.setattr(job.atexit, "register", lambda _: None)
+    job.watch()
+    assert [text[: len(begin)] for text, begin in zip(heard, said, strict=True)] == said
+
+
+@pytest.mark.parametrize(
     ("value", "wanted"),
     [("1", True), ("True", True), ("ON", True), ("y", True), ("yes", True), ("0", False), ("2", False),
      ("", False), ("off", False), (None, False)],

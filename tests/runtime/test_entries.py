@@ -534,6 +534,7 @@ def test_fp8_store_on_a_device_without(
     assert counts(liger, DENSE) == {"kernel": 1, "off": 0, "upstream": {reason: 1}}
 
 
+@pytest.mark.reuse
 @pytest.mark.parametrize("name", ["bias_swiglu_impl", GEGLU, QUICK, SQUARED])
 def test_in_place_is_asked_for(
     fused: ModuleType, liger: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str

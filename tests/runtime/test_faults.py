@@ -138,6 +138,7 @@ def test_deterministic_algorithms(found: tuple[Found, Found, Found]) -> None:
     assert max(distances([again], [one]).values()) == 0
 
 
+@pytest.mark.reuse
 @pytest.mark.parametrize("way", [*MODELS, *SAME])
 def test_in_place(found: tuple[Found, Found, Found], way: str) -> None:
     """The same gradients; or autograd's error, where a term of a hook's own reads the logits afterwards."""
@@ -312,6 +313,7 @@ def test_what_was_saved_and_changed(
             out.sum().backward()
 
 
+@pytest.mark.reuse
 @pytest.mark.parametrize("name", [name for name in ENTRIES if "loss" not in name and "Norm" not in name])
 @pytest.mark.usefixtures("strict")
 def test_a_second_backward_in_place(

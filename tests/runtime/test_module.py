@@ -92,6 +92,7 @@ def test_wrong_shapes(liger: ModuleType, device: torch.device, shape: tuple[int,
         liger.LigerMegatronSwiGLU(fallback)(torch.ones(shape, device=device))
 
 
+@pytest.mark.reuse
 @pytest.mark.parametrize("in_place", [False, True])
 def test_in_place(liger: ModuleType, device: torch.device, in_place: bool) -> None:
     x = torch.randn(4, 8, device=device, requires_grad=True)

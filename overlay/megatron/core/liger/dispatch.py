@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .settings import ON_REQUEST, SETTINGS, STRICT, SWITCH
+from .settings import IN_PLACE, ON_REQUEST, SETTINGS, STRICT, SWITCH
 from .settings import OPS as NAMES
 
 if not hasattr(sys.modules[__package__], "__all__"):
@@ -31,6 +31,7 @@ if not hasattr(sys.modules[__package__], "__all__"):
 
 TORCH_FLOOR = (2, 6)
 TRITON_FLOOR = (3, 2)
+IN_PLACE_TORCH = (2, 8)
 
 ROCM = "ROCm has not been measured"
 OLD_TORCH = f"torch is older than {TORCH_FLOOR[0]}.{TORCH_FLOOR[1]}"
@@ -103,6 +104,16 @@ def version_pair(text: str) -> tuple[int, int]:
     """The first two numbers of a version; ``(0, 0)`` when it has none."""
     numbers = re.match(r"(\d+)\.(\d+)", text)
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+
+
+def without_effect() -> str | None:
+    """What of the settings has no effect with this torch, or None."""
+    if SETTINGS.in_place and version_pair(torch.__version__) < IN_PLACE_TORCH:
+        return (
+            f"{IN_PLACE} has no effect with torch {torch.__version__}: before {IN_PLACE_TORCH[0]}."
+            f"{IN_PLACE_TORCH[1]} it does not tell whether hooks on saved tensors are at work"
+        )
+    return None
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

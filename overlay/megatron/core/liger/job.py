@@ -132,8 +132,10 @@ def _at_exit() -> None:
 
 
 def watch() -> None:
-    """Print the counts when the process ends."""
+    """Print the counts when the process ends; say now which setting has no effect."""
     atexit.register(_at_exit)
+    if (text := dispatch.without_effect()) is not None:
+        dispatch.LOGGER.warning(text)
 
 
 def silence() -> None:
