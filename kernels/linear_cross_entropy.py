@@ -105,7 +105,7 @@ def _split(vocabulary: int, count: int) -> Tiling:
     return Tiling(min(columns, vocabulary), tiles, last, columns)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # token counts may be another in each call
 def choose_tiling(
     rows: int,
     hidden_size: int,
