@@ -502,9 +502,12 @@ _OUT_OF_RANGE: dict[torch.device, torch.Tensor] = {}
 
 def _out_of_range(device: torch.device) -> torch.Tensor:
     """The device's count of labels beyond the vocabulary. Stays there: reading it waits for the device."""
-    if device not in _OUT_OF_RANGE:
-        _OUT_OF_RANGE[device] = torch.zeros(1, dtype=torch.int64, device=device)
-    return _OUT_OF_RANGE[device]
+    count = _OUT_OF_RANGE.get(device)
+    if count is None:
+        count = torch.zeros(1, dtype=torch.int64, device=device)
+        if type(count) is torch.Tensor:  # under a mode that gives others it would outlive the mode
+            _OUT_OF_RANGE[device] = count
+    return count
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,9 @@ def choose_launch(
 ) -> Launch:
     """The launch of `kernel` (forward, backward or bias_backward) for rows of `n` columns in each part."""
     if kernel == "bias_backward":
-        tile_bytes, accesses, stages = BIAS_BACKWARD_BLOCK_BYTES, 1, BIAS_BACKWARD_STAGES
+        tile_bytes, accesses = BIAS_BACKWARD_BLOCK_BYTES, 1
+        # Where n is no multiple of 16 Triton makes single accesses, whose addresses fill the registers.
+        stages = BIAS_BACKWARD_STAGES - 1 if n % 16 else BIAS_BACKWARD_STAGES
     else:
         accesses = 2 if parts == 1 and n * element_size >= BLOCK_BYTES else 1
         tile_bytes, stages = BLOCK_BYTES * accesses, 1

@@ -65,7 +65,10 @@ class NormLaunch(Launch):
     reload: bool = False
 
 
-VECTOR_BYTES = 16  # the widest access of one thread
+# Rows of a multiple of so many elements are read and written 16 bytes at a time: what Triton knows of a size.
+WIDE = 16
+# Of other narrow rows, whose elements have an address each, a thread holds no more.
+SINGLE_ACCESSES = 8
 WARP_SIZE = 64 if torch.version.hip else 32
 MAX_THREADS = 1024  # of one program, on every device
 
@@ -75,8 +78,8 @@ MAX_TILE_ROWS = 32
 
 # The longest row in bytes that a program holds in registers without spills. The backward of LayerNorm, with
 # the mean and a second parameter gradient, holds half of that, and one that adds the gradient of a residual
-# to x's and sums the weight's no row of RELOAD_COLUMNS. Where 16-byte accesses do not fit the row, each
-# element takes an address: the backward holds a quarter, the forward half, both with twice the threads.
+# to x's and sums the weight's no row of RELOAD_COLUMNS. Where rows are no multiple of WIDE, each
+# element takes an address: both hold a quarter, with more threads.
 MAX_FORWARD_ROW_BYTES = 65536
 MAX_BACKWARD_ROW_BYTES = 32768
 
@@ -122,7 +125,7 @@ def choose_forward(n: int, element_size: int, warp_size: int = WARP_SIZE) -> Lau
     """The launch of the forward for rows of `n` columns."""
     block = _block(n)
     rows = max(1, min(MIN_TILE // block, MAX_TILE_ROWS))
-    crowded = 2 if n * element_size % VECTOR_BYTES else 1
+    crowded = 4 if n % WIDE else 1
     if block * element_size > MAX_FORWARD_ROW_BYTES // crowded:
         return replace(LONG_ROW, warps=LONG_ROW.warps * 32 // warp_size)
     threads = min(max(rows * block * crowded // 32, 128), MAX_THREADS)
@@ -146,7 +149,7 @@ def choose_backward(
     """
     block = _block(n)
     size = n * element_size
-    crowded = (2 if layer_norm and sums else 1) * (4 if size % VECTOR_BYTES else 1)
+    crowded = (2 if layer_norm and sums else 1) * (4 if n % WIDE else 1)
     full = residual and sums and block >= RELOAD_COLUMNS
     if full or block * element_size > MAX_BACKWARD_ROW_BYTES // crowded:
         launch = LONG_ROW_BACKWARD
@@ -155,9 +158,12 @@ def choose_backward(
         choices += [(1, *choice[1:]) for choice in _BACKWARD_OF_A_ROW if size <= choice[0]]
         rows, warps, programs, stages = choices[0]
         launch = NormLaunch(rows, block, warps, stages, programs, reload=block >= RELOAD_COLUMNS)
-    threads = launch.warps * 32
-    if size % VECTOR_BYTES:
-        threads, stages = min(2 * threads, MAX_THREADS), 1
+    threads, stages = launch.warps * 32, 1
+    if n % WIDE and launch.rows > 1:
+        threads = min(2 * threads, MAX_THREADS // 2)  # with all of them each has few registers
+        launch = replace(launch, rows=min(launch.rows, max(1, SINGLE_ACCESSES * threads // block)))
+    elif n % WIDE:
+        threads = min(2 * threads, MAX_THREADS)
     else:
         # A stage holds x, dy and the gradient to be added; some is for the sums across warps.
         stage = (3 if residual else 2) * launch.rows * launch.block * element_size

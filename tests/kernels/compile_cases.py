@@ -44,8 +44,9 @@ def gated(module: Any, warp_size: int, shared_memory: int) -> Cases:
         given = {name: x for name, x in operands.items() if name in other}
         getattr(module, kind)(y, **given, **options).backward(torch.ones(6, n, dtype=dtype))
 
-    # Odd and narrow; many rows to a program; one block of columns; several, narrower ones; several blocks.
-    for n in (7, 128, 2048, 2880, 4096, 32768):
+    # Odd and narrow; many rows to a program; one block of columns; several, narrower ones; one that is odd;
+    # several blocks.
+    for n in (7, 128, 2048, 2880, 4095, 4096, 32768):
         for name, dtype in DTYPES.items():
             if name != "bf16" and n != 32768:
                 continue
@@ -185,6 +186,11 @@ def norms(module: Any, warp_size: int, shared_memory: int) -> Cases:
             for wanted in ("all", "x"):
                 label = f"rms_norm and residual, n={n}, {name}, gradients of {wanted}"
                 yield label, partial(step, n, dtype, False, wanted, residual=True)
+    # Rows that are a multiple of 16 bytes and not of 16 elements have no wide access, as odd ones.
+    for n, name in ((200, "bf16"), (8184, "bf16"), (8188, "fp32"), (32760, "bf16")):
+        for kind in ("rms", "layer", "residual"):
+            options = {"residual": kind == "residual"}
+            yield f"{kind}, n={n}, {name}", partial(step, n, DTYPES[name], kind == "layer", "all", **options)
     yield "slice of heads", partial(step, 128, torch.bfloat16, False, "all", heads=True)
     yield "mixed dtypes", partial(step, 4096, torch.float32, False, "all", weight=torch.bfloat16)
     yield "mixed dtypes", partial(step, 4096, torch.bfloat16, False, "all", weight=torch.float32)
