@@ -244,6 +244,7 @@ def ranks(liger: ModuleType) -> ModuleType:
 
 KERNEL = {"overlay": "1", "LIGER_MEGATRON": "cross_entropy", "cross_entropy": "kernel"}
 OFF = {**KERNEL, "LIGER_MEGATRON": "0", "cross_entropy": "off by LIGER_MEGATRON"}
+LINEAR = {"overlay": "1", "LIGER_MEGATRON": "cross_entropy", "linear_cross_entropy": "kernel"}
 OLDER = {"overlay": "0", "LIGER_MEGATRON": "cross_entropy", "cross_entropy": "kernel"}
 
 
@@ -286,6 +287,14 @@ def test_agreement(ranks: ModuleType) -> None:
             {0: KERNEL, 1: KERNEL, 2: OLDER},
             "rank 2 differs",
             ["rank 2 with overlay=0", "0, 1 with overlay=1"],
+        ),
+        (
+            {0: KERNEL, 1: KERNEL, 2: LINEAR},
+            "rank 2 differs",
+            [
+                "ranks 0, 1 with cross_entropy=kernel, linear_cross_entropy=not asked;",
+                "rank 2 with cross_entropy=not asked, linear_cross_entropy=kernel.",
+            ],
         ),
         ({0: KERNEL, 2: KERNEL}, "rank 1 differs", ["ranks 0, 2 on the kernel", "rank 1 without an answer"]),
         ({0: KERNEL}, "ranks 1, 2 differ", ["rank 0 on the kernel", "ranks 1, 2 without an answer"]),

@@ -20,7 +20,7 @@ import torch.distributed
 from torch.distributed import distributed_c10d
 
 from . import installed
-from .settings import CHECK_LABELS, LABEL_SMOOTHING, LINEAR_CE_MB, SETTINGS, STRICT, SWITCH
+from .settings import CHECK_LABELS, LABEL_SMOOTHING, LINEAR_CE_MB, OPS, SETTINGS, STRICT, SWITCH
 from .version import OVERLAY_VERSION
 
 TIMEOUT = 120.0
@@ -140,10 +140,12 @@ def judge(said: dict[int, dict[str, str]], ranks: Sequence[int], op: str) -> str
         return None
     groups = [([rank for rank in ranks if said.get(rank) == dict(kind)], dict(kind)) for kind in kinds]
     groups.sort(key=lambda item: (-len(item[0]), item[0]))
-    names = [name for name in groups[0][1] if len({values.get(name) for _, values in groups}) > 1]
+    every = sorted({name for _, values in groups for name in values})
+    names = [name for name in every if len({values.get(name) for _, values in groups}) > 1]
     parts = []
     for members, values in groups:
-        shown = [f"{name}={values.get(name, 'unknown')}" for name in names]
+        # Of an op: this one's call was left to upstream, whose own loss asked.
+        shown = [f"{name}={values.get(name, 'not asked' if name in OPS else 'unknown')}" for name in names]
         parts.append(
             f"{_ranks(members)} with {', '.join(shown)}" if shown else f"{_ranks(members)} on the kernel"
         )
