@@ -362,14 +362,22 @@ def test_what_is_left_to_upstream(kind: str, call: Any, linear: ModuleType) -> N
 def _functions() -> dict[str, tuple[Any, str, str]]:
     """What users replace at run time, not on one model but for all: the holder, the name, the reason."""
     from megatron.core import tensor_parallel
+    from megatron.core.fusions import fused_cross_entropy
     from megatron.core.models.common.language_module import language_module
-    from megatron.core.tensor_parallel import layers
+    from megatron.core.tensor_parallel import cross_entropy, layers
 
     loss = "compute_language_model_loss"
     return {
         "the loss's method": (language_module.LanguageModule, loss, "LOSS"),
         "the loss": (tensor_parallel, "vocab_parallel_cross_entropy", "LOSS"),
         "the fused loss": (language_module, "fused_vocab_parallel_cross_entropy", "LOSS"),
+        "a part of the loss": (
+            cross_entropy.VocabParallelCrossEntropy,
+            "calculate_cross_entropy_loss",
+            "LOSS",
+        ),
+        "the loss's backward": (cross_entropy._VocabParallelCrossEntropy, "backward", "LOSS"),
+        "the fused loss's forward": (fused_cross_entropy._VocabParallelCrossEntropy, "forward", "LOSS"),
         "the layer's forward": (tensor_parallel.ColumnParallelLinear, "forward", "LAYER"),
         "the product": (layers, "linear_with_grad_accumulation_and_async_allreduce", "PRODUCT"),
         "a frozen product": (layers, "linear_with_frozen_weight", "PRODUCT"),
@@ -381,7 +389,8 @@ def _functions() -> dict[str, tuple[Any, str, str]]:
 @pytest.mark.parametrize(
     "kind",
     [
-        "the loss's method", "the loss", "the fused loss", "the layer's forward", "the product",
+        "the loss's method", "the loss", "the fused loss", "a part of the loss", "the loss's backward",
+        "the fused loss's forward", "the layer's forward", "the product",
         "a frozen product", "its forward", "its backward",
     ],
 )  # fmt: skip

@@ -107,6 +107,68 @@ def test_ranks_that_run_the_same_go_on_at_once(
     assert not group.store.check(["heard 0"])
 
 
+HOOKS = "hooks on the output layer"
+
+
+def decide(ranks: ModuleType, group: Group, *decisions: str) -> None:
+    for runs in decisions:
+        ranks.decided(group, "linear_cross_entropy", "GPTModel", runs)
+
+
+def test_decisions_that_stay_ask_nobody(
+    ranks: ModuleType, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_ask_of_change", lambda *_: pytest.fail("has asked"))
+    decide(ranks, group, ranks.KERNEL, ranks.KERNEL)
+    ranks.decided(group, "linear_cross_entropy", "MTP", HOOKS)  # of its own
+    decide(ranks, group, ranks.KERNEL)
+
+
+def test_a_change_on_all_ranks_goes_on(ranks: ModuleType, group: Group) -> None:
+    for number, runs in enumerate((HOOKS, ranks.KERNEL, HOOKS), 1):
+        group.store.set(f"linear_cross_entropy GPTModel {number} 1", runs)
+    decide(ranks, group, ranks.KERNEL, HOOKS, HOOKS, ranks.KERNEL, HOOKS)
+    assert not ranks.asked(group)
+    left = [group.store.check([f"linear_cross_entropy GPTModel {number} 0"]) for number in (1, 2, 3)]
+    assert left == [False, True, True]  # a job that changes in each step fills no store
+
+
+@pytest.mark.parametrize("other", [None, "kernel", "something else"])
+def test_a_change_on_one_rank_is_an_error(ranks: ModuleType, group: Group, other: str | None) -> None:
+    decide(ranks, group, ranks.KERNEL)
+    if other is not None:
+        group.store.set("linear_cross_entropy GPTModel 1 1", other)
+    said = "rank 4 changed from 'kernel' to 'hooks on the output layer', and rank 5 did not within 0.2 s"
+    with pytest.raises(ranks.RankError, match=said):
+        decide(ranks, group, HOOKS)
+    with pytest.raises(ranks.RankError, match=said):
+        ranks.agree(group, OP, ranks.KERNEL)
+
+
+def test_a_change_whose_store_is_gone(
+    ranks: ModuleType, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    decide(ranks, group, ranks.KERNEL)
+    monkeypatch.setattr(ranks, "_present", gone)
+    with pytest.raises(
+        ranks.RankError, match="ranks 4, 5 cannot be asked whether they did: Connection reset"
+    ):
+        decide(ranks, group, HOOKS)
+
+
+def test_a_decision_is_told_with_what_is_asked(ranks: ModuleType, group: Group) -> None:
+    """So that a rank whose layer has hooks from the start is named for them."""
+    decide(ranks, group, HOOKS)
+    theirs = {"linear_cross_entropy in GPTModel": "kernel"} | ranks.fingerprint(OP, ranks.KERNEL)
+    group.store.set("runs 1", json.dumps(theirs))
+    said = ranks._ask(group, OP, ranks.KERNEL)
+    assert f"rank 4 with linear_cross_entropy in GPTModel={HOOKS}; rank 5 with" in said
+    assert "linear_cross_entropy in GPTModel=kernel." in said
+
+
 @pytest.mark.parametrize("heard", [True, False])
 def test_bad_news_is_stayed_for(
     ranks: ModuleType, group: Group, monkeypatch: pytest.MonkeyPatch, heard: bool

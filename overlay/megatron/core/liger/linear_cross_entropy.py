@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -136,7 +137,15 @@ def _loss_is_upstreams(model: Any) -> bool:
         _own(model, "compute_language_model_loss", language_module)
         and vars(module).get("tensor_parallel", tensor_parallel) is tensor_parallel
         and all(function is None or _written_in(function, name) for name, function in losses.items())
+        and all(_classes_are_upstreams(name) for name in losses)
     )
+
+
+def _classes_are_upstreams(name: str) -> bool:
+    """Whether the classes of a module have the functions that upstream wrote."""
+    own = [x for x in vars(sys.modules[name]).values() if isinstance(x, type) and x.__module__ == name]
+    members = [getattr(member, "__func__", member) for kind in own for member in vars(kind).values()]
+    return all(_written_in(member, name) for member in members if isinstance(member, FunctionType))
 
 
 def _products_are_upstreams(layers: Any) -> bool:
@@ -260,8 +269,8 @@ def _of_tensors(call: Call, ranks_sharing: int) -> str | None:
     return None
 
 
-def decide(call: Call) -> tuple[str | None, Any]:
-    """Whether the kernel serves a call, in agreement with the other ranks.
+def decide(call: Call, entry: str) -> tuple[str | None, Any]:
+    """Whether the kernel serves a call of ``entry``, in agreement with the other ranks.
 
     Returns:
         Why the kernel does not serve it, or None when it does; and the group, None for one rank.
@@ -271,9 +280,12 @@ def decide(call: Call) -> tuple[str | None, Any]:
     """
     group = call.group
     reason = unserved(call, 1 if group is None else group.size())
-    if reason is None and group is not None:
-        if not ranks.known(group):
-            return GROUP, None
+    if group is None:
+        return reason, None
+    if not ranks.known(group):
+        return reason or GROUP, None
+    ranks.decided(group, OP.name, entry, reason or ranks.KERNEL)
+    if reason is None:
         # A rank that does not come here asks the others in the loss that upstream has for it.
         if call.layer.sequence_parallel and not ranks.asked(group):
             _meet(call.hidden, group)
@@ -344,7 +356,7 @@ def model_loss(
     scale = float(config.mup_output_mult) if scaled else 1.0
     compute = model.compute_language_model_loss
     call = Call(model.output_layer, hidden, weight, labels, gather, compute, scale)
-    reason, group = decide(call)
+    reason, group = decide(call, _MODEL.name)
     if reason is not None:
         _MODEL.fell_back(reason, hidden)
         return None
@@ -383,7 +395,7 @@ def mtp_heads(
 
     def head(hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
         call = Call(layer, hidden, weight, labels, runtime_gather_output, compute)
-        reason, _ = decide(call)
+        reason, _ = decide(call, _MTP.name)
         if reason is not None:
             _MTP.fell_back(reason, hidden)
             return layer(hidden, weight=weight, runtime_gather_output=runtime_gather_output)

@@ -36,6 +36,10 @@ KERNEL = "kernel"
 LOGGER = logging.getLogger("megatron.core.liger")
 
 _verdicts: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+# What this process has decided for a group: by op and entry what runs, and how often that has changed.
+_decisions: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], tuple[str, int]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class RankError(RuntimeError):
@@ -70,6 +74,31 @@ def agree(group: torch.distributed.ProcessGroup, op: str, runs: str) -> None:
         raise RankError(verdict)
 
 
+def decided(group: torch.distributed.ProcessGroup, op: str, entry: str, runs: str) -> None:
+    """Note what runs, where that is not known from types and settings alone (hooks, replaced functions), and
+    return when the ranks of ``group`` have changed alike since the last call.
+
+    A rank that changes alone would leave the others in a collective that it does not make.
+
+    Args:
+        group: a :func:`known` group of more than one rank. Each of its ranks makes this call.
+        op, entry: whose call it is.
+        runs: :data:`KERNEL`, or why upstream's code runs.
+
+    Raises:
+        RankError: another rank has not changed, or to something else.
+    """
+    decisions = _decisions.setdefault(group, {})
+    before, changes = decisions.get((op, entry), (runs, 0))
+    if runs != before:
+        changes += 1
+        verdict = _ask_of_change(group, f"{op} {entry}", changes, op, before, runs)
+        if verdict is not None:
+            _verdicts[group] = verdict
+            raise RankError(verdict)
+    decisions[op, entry] = runs, changes
+
+
 def fingerprint(op: str, runs: str) -> dict[str, str]:
     """What must be the same on all ranks, by name. In place is not in it: that concerns one rank alone."""
     return {
@@ -89,6 +118,33 @@ def _store_of(group: torch.distributed.ProcessGroup) -> Any:
     return found[1] if found else None
 
 
+def _ask_of_change(
+    group: torch.distributed.ProcessGroup, who: str, number: int, op: str, before: str, runs: str
+) -> str | None:
+    """Why the ranks may not go on after this one's change, or None."""
+    store = distributed_c10d.PrefixStore("megatron.core.liger", _store_of(group))
+    ranks = torch.distributed.get_process_group_ranks(group)
+    members = range(group.size())
+    what, rank = f"{who} {number}", group.rank()
+    change = f"{op}: rank {ranks[rank]} changed from {before!r} to {runs!r}"
+    try:
+        store.set(f"{what} {rank}", runs)
+        present = _present(store, what, members, TIMEOUT)
+        said = {member: store.get(f"{what} {member}").decode() for member in present}
+        if number > 2:  # all have read it, as they were at the change after it
+            store.delete_key(f"{who} {number - 2} {rank}")
+    except RuntimeError as error:  # of the store: another rank, which held it, has ended
+        return f"{change}, and ranks {_list(ranks)} cannot be asked whether they did: {error}"
+    other = [ranks[member] for member in members if said.get(member) != runs]
+    if not other:
+        return None
+    return (
+        f"{change}, and {_ranks(other)} did not within {TIMEOUT:g} s. What decides (hooks on a layer, a "
+        "profiler that counts operators, a function that somebody replaces) has to be the same on all ranks "
+        f"that share a loss: {_list(ranks)}"
+    )
+
+
 def _ask(group: torch.distributed.ProcessGroup, op: str, runs: str) -> str | None:
     """Why the ranks may not go on, or None."""
     store = distributed_c10d.PrefixStore("megatron.core.liger", _store_of(group))
@@ -96,7 +152,8 @@ def _ask(group: torch.distributed.ProcessGroup, op: str, runs: str) -> str | Non
     ranks = torch.distributed.get_process_group_ranks(group)
     said: dict[int, dict[str, str]] = {}
     try:
-        store.set(f"runs {group.rank()}", json.dumps(fingerprint(op, runs)))
+        noted = {f"{name} in {entry}": said for (name, entry), (said, _) in _decisions.get(group, {}).items()}
+        store.set(f"runs {group.rank()}", json.dumps(noted | fingerprint(op, runs)))
         for member in _present(store, "runs", range(size), TIMEOUT):
             said[member] = json.loads(store.get(f"runs {member}"))
         verdict = judge({ranks[member]: value for member, value in said.items()}, ranks, op)
